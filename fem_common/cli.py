@@ -159,8 +159,10 @@ def parse(
         place, _, function = verb.place.partition(":")
         module = importlib.import_module(place)
         # The part of the module's docstring after the verb's name.
-        said = (module.__doc__ or "").partition("``: ")[2].replace("``", "") or verb.purpose
-        called = group.add_parser(name, help=verb.purpose, description=said[:1].upper() + said[1:])
+        purpose = (module.__doc__ or "").partition("``: ")[2].replace("``", "") or verb.purpose
+        called = group.add_parser(
+            name, help=verb.purpose, description=purpose[:1].upper() + purpose[1:]
+        )
         module.add_arguments(called)
         called.set_defaults(main=getattr(module, function or "main"))
         if called.get_default("rest") is not None and "--" in own:
@@ -207,7 +209,7 @@ def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> in
         number = interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
         # asyncio would report the unfinished requests of a store's client.
         logging.getLogger("asyncio").disabled = True
-        _tell_if_possible(f"{program}: {_ENDS[number]}; {kept}")
+        _print_if_possible(f"{program}: {_ENDS[number]}; {kept}")
         return 128 + number
 
 
@@ -276,7 +278,7 @@ def is_want_of_memory(error: BaseException) -> bool:
     return named or any(words in str(error) for words in _MEMORY)
 
 
-def _tell_if_possible(line: str) -> None:
+def _print_if_possible(line: str) -> None:
     """Print a line on stderr. If the terminal is closed, redirect stdout and stderr to /dev/null.
 
     Without the redirection Python would exit with code 120.

@@ -22,7 +22,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from fem_common.errors import ConfigError, told
+from fem_common.errors import ConfigError, from_os_error
 from fem_common.files import expand_home
 from fem_common.settings import Spec, spec
 from fem_common.text import did_you_mean, nearest
@@ -210,8 +210,8 @@ class Row(NamedTuple):
 def reference(cls: type) -> Iterator[Row]:
     """Yield a `Row` for every key of a configuration class."""
     for key, item, kind in walk(cls):
-        said = spec(item)
-        words = ", ".join(map(str, said.choices)) if said.choices else describe(kind)
+        declared = spec(item)
+        words = ", ".join(map(str, declared.choices)) if declared.choices else describe(kind)
         default = None
         if not required(item):
             value = item.default if item.default_factory is MISSING else item.default_factory()
@@ -219,9 +219,9 @@ def reference(cls: type) -> Iterator[Row]:
         yield Row(
             key,
             is_dataclass(kind),
-            f"{words}: {said.range()}" if said.range() else words,
+            f"{words}: {declared.range()}" if declared.range() else words,
             default,
-            said.doc,
+            declared.doc,
         )
 
 
@@ -326,7 +326,7 @@ def _file(path: Path) -> Node:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None
     except OSError as error:
-        raise told(error) from None
+        raise from_os_error(error) from None
     node = _parse(text, str(path))
     if not isinstance(node.value, dict):
         raise ConfigError(
@@ -477,13 +477,13 @@ def _assigned(node: Node, keys: Sequence[str], value: Node, above: Key = ()) -> 
     (key, *rest), name = keys, ".".join((*above, keys[0]))
     if node.tag == "null":
         node = Node([] if key.isdigit() else {}, COMMAND_LINE, "map")
-    nothing = Node("", COMMAND_LINE, "null")
+    empty = Node("", COMMAND_LINE, "null")
     if isinstance(node.value, list):
         if not key.isdigit() or int(key) > len(node.value):
             raise ConfigError(
                 f"{COMMAND_LINE}: {name}: the list has {len(node.value)} items, counted from 0"
             )
-        items = [*node.value, *([nothing] if int(key) == len(node.value) else [])]
+        items = [*node.value, *([empty] if int(key) == len(node.value) else [])]
         items[int(key)] = _assigned(items[int(key)], rest, value, (*above, key))
         return replace(node, value=items)
     if isinstance(node.value, dict):
@@ -491,7 +491,7 @@ def _assigned(node: Node, keys: Sequence[str], value: Node, above: Key = ()) -> 
             node,
             value={
                 **node.value,
-                key: _assigned(node.value.get(key, nothing), rest, value, (*above, key)),
+                key: _assigned(node.value.get(key, empty), rest, value, (*above, key)),
             },
         )
     raise ConfigError(f"{COMMAND_LINE}: unknown key {name}: {'.'.join(above)} is a single value")
@@ -645,9 +645,9 @@ class _Reader:
                         f"{value.where}: unknown key {'.'.join(here)}; "
                         f"{self.suggestion(path, key, list(known))}"
                     )
-                said = spec(known[key])
+                declared = spec(known[key])
                 values[key] = self.convert(
-                    hints[key], said.expand(value) if said.expand else value, here, said
+                    hints[key], declared.expand(value) if declared.expand else value, here, declared
                 )
         for name, item in known.items():
             if name not in values and required(item):
@@ -662,9 +662,9 @@ class _Reader:
         The first that exists is returned: the explanation in ``absent``, the same key in another
         section, a similar key in this section or anywhere, the list of valid keys.
         """
-        for pattern, said in self.absent.items():
+        for pattern, advice in self.absent.items():
             if re.fullmatch(pattern, key) or re.fullmatch(pattern, ".".join((*path, key))):
-                return f"{said}; leave it out"
+                return f"{advice}; leave it out"
         everywhere = {
             name.rsplit(".", 1)[-1]: name
             for name, _, _ in reversed(list(walk(self.cls)))
@@ -676,7 +676,7 @@ class _Reader:
         )
         return f"did you mean {near}?" if near else f"valid keys: {', '.join(known)}"
 
-    def convert(self, kind: Any, node: Node, path: Key, said: Spec) -> Any:
+    def convert(self, kind: Any, node: Node, path: Key, declared: Spec) -> Any:
         if kind is Any:
             return _as_written(node)
         inner, optional = _strip_optional(kind)
@@ -687,12 +687,12 @@ class _Reader:
         origin, entry = typing.get_origin(inner), _entry(inner)
         if origin is tuple and isinstance(node.value, list):
             return tuple(
-                self.convert(entry, item, (*path, str(number)), said)
+                self.convert(entry, item, (*path, str(number)), declared)
                 for number, item in enumerate(node.value)
             )
         if origin is dict and isinstance(node.value, dict):  # null removes an entry of the base
             return {
-                name: self.convert(entry, item, (*path, name), said)
+                name: self.convert(entry, item, (*path, name), declared)
                 for name, item in node.value.items()
                 if entry is Any or item.tag != "null"
             }
@@ -701,20 +701,20 @@ class _Reader:
         if value is None:
             hint = ", in quotes" if inner is str and node.tag == "bool" else ""
             raise ConfigError(f"{node.where}: {name} = {node}: expected {describe(kind)}{hint}")
-        if said.path:
+        if declared.path:
             try:
                 value = expand_home(value)
             except ConfigError as error:
                 raise ConfigError(f"{node.where}: {name}: {error}") from None
-        if said.choices and not any(
-            value == choice or _matches(value, choice) for choice in said.choices
+        if declared.choices and not any(
+            value == choice or _matches(value, choice) for choice in declared.choices
         ):
-            choices = [str(choice) for choice in said.choices]
+            choices = [str(choice) for choice in declared.choices]
             raise ConfigError(
                 f"{node.where}: {name} = {node} is not a choice; "
                 f"{did_you_mean(str(value), choices)}"
             )
-        if fault := said.fault(value):
+        if fault := declared.fault(value):
             raise ConfigError(f"{node.where}: {name} = {node}: {fault}")
         return value
 

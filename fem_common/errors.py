@@ -75,14 +75,14 @@ def reason(error: OSError) -> str:
 
     The text contains no error number. For a full disk it also contains what to do.
     """
-    said = error.strerror or str(error) or type(error).__name__
+    message = error.strerror or str(error) or type(error).__name__
     if error.errno in FULL:  # the file's name is often temporary
         folder = f"{Path(error.filename).parent}: " if isinstance(error.filename, str) else ""
-        return f"{folder}{said}; free some space and run the same command again"
-    return f"{error.filename}: {said}" if error.filename else said
+        return f"{folder}{message}; free some space and run the same command again"
+    return f"{error.filename}: {message}" if error.filename else message
 
 
-def told(error: OSError, before: str = "", after: str = "") -> ConfigError | StorageError:
+def from_os_error(error: OSError, before: str = "", after: str = "") -> ConfigError | StorageError:
     """Return the exception to raise for an OSError: ConfigError or StorageError.
 
     It is a ConfigError for a wrong path and a StorageError for every other failure. The message is
@@ -93,7 +93,7 @@ def told(error: OSError, before: str = "", after: str = "") -> ConfigError | Sto
 
 
 @contextmanager
-def files_told() -> Iterator[None]:
+def convert_os_errors() -> Iterator[None]:
     """Convert every OSError that leaves the block to a ConfigError or a StorageError.
 
     Raises:
@@ -103,7 +103,7 @@ def files_told() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise told(error) from None
+        raise from_os_error(error) from None
 
 
 def end(program: str, error: CommandError | OSError) -> Exit:
@@ -116,7 +116,7 @@ def end(program: str, error: CommandError | OSError) -> Exit:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.READER_GONE
     if isinstance(error, OSError):
-        error = told(error)
+        error = from_os_error(error)
     for line in str(error).splitlines() or [""]:  # one line per mistake
         print(f"{program}: error: {line}", file=sys.stderr, flush=True)
     return error.code

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import ConfigError, InUse, files_told, told
+from fem_common.errors import ConfigError, InUse, convert_os_errors, from_os_error
 
 # Age from which temporary files of other hosts are removed.
 ABANDONED_SECONDS = 24 * 3600
@@ -71,7 +71,7 @@ def read_lines(path: Path) -> list[str]:
         StorageError: the file system failed.
     """
     try:
-        with files_told():
+        with convert_os_errors():
             text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None
@@ -111,7 +111,7 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, content: bytes | str, *, synced: bool = True) -> None:
+def write_atomically(path: Path, content: bytes | str, *, synced: bool = True) -> None:
     """Write a file atomically: write a temporary file, sync it, and rename it.
 
     If ``synced`` is False, the file is not synced: readers still see either the old or the new
@@ -160,7 +160,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise told(error, f"cannot create the folder {path} (", ")") from None
+        raise from_os_error(error, f"cannot create the folder {path} (", ")") from None
 
 
 def temporary(path: Path) -> Path:
@@ -274,4 +274,4 @@ def _opened(path: Path) -> int:
             # The file belongs to another user or is on a read-only file system.
             return os.open(path, os.O_RDONLY)
         except OSError:
-            raise told(error, f"cannot write in {path.parent} (", ")") from None
+            raise from_os_error(error, f"cannot write in {path.parent} (", ")") from None

@@ -11,7 +11,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 
 # Colours of Okabe and Ito without yellow, which is too faint for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -39,7 +39,7 @@ def png(figure: Any) -> bytes:
 
 def save(figure: Any, path: Path) -> None:
     """Write the figure as a PNG file atomically."""
-    write_whole(path, png(figure))
+    write_atomically(path, png(figure))
 
 
 def plain_axes(axes: Any, x: str = "", y: str = "", *, grid: str = "both") -> None:

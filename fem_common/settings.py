@@ -92,9 +92,9 @@ def setting(
 
 def spec(item: Field[Any]) -> Spec:
     """Return the `Spec` of a dataclass field; it is empty for a field without `setting`."""
-    said = item.metadata.get("spec", Spec())
-    assert isinstance(said, Spec)
-    return said
+    declared = item.metadata.get("spec", Spec())
+    assert isinstance(declared, Spec)
+    return declared
 
 
 def moved(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

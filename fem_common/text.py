@@ -109,14 +109,14 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
-def one_line(said: object, longest: int = 0) -> str:
+def one_line(message: object, longest: int = 0) -> str:
     """Return the text of a message or an exception on one line.
 
     The line is cut to ``longest`` characters; 0 means no limit. An exception without text gives the
     name of its type.
     """
-    text = " ".join(str(said).split()) or (
-        type(said).__name__ if isinstance(said, BaseException) else ""
+    text = " ".join(str(message).split()) or (
+        type(message).__name__ if isinstance(message, BaseException) else ""
     )
     return text if not longest or len(text) <= longest else f"{text[: longest - 1].rstrip()}…"
 

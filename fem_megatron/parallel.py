@@ -45,7 +45,7 @@ class Parallel(Protocol):
             kept), or a weight [out, in] whose leading dimensions are flattened.
         """
 
-    def project_beside(
+    def project_with(
         self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]
     ) -> tuple[list[Tensor], Tensor]:
         """Return (others(enter(x)), linear(enter(x))).
@@ -112,7 +112,7 @@ class OneProcess:
             return y
         return nn.functional.linear(x, linear.flatten(0, -2))
 
-    def project_beside(
+    def project_with(
         self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]
     ) -> tuple[list[Tensor], Tensor]:
         y = linear(x)

@@ -76,13 +76,13 @@ def _told(options: argparse.Namespace) -> int:
     try:
         return _run(options, int(launched) if launched else None)
     except CommandError as error:
-        _tell_torchrun(str(error))
+        _report_to_torchrun(str(error))
         # Every rank reports faults, because a fault may occur on a single rank.
         if isinstance(error, UserError) and not speaks:
             return error.code
         raise
     except OSError as error:
-        _tell_torchrun(reason(error))
+        _report_to_torchrun(reason(error))
         if isinstance(error, MISTAKES):
             raise RuntimeError(
                 f"{reason(error)}: an earlier check should have rejected this path"
@@ -90,7 +90,7 @@ def _told(options: argparse.Namespace) -> int:
         raise
 
 
-def _tell_torchrun(message: str) -> None:
+def _report_to_torchrun(message: str) -> None:
     """Write the error to torchrun's error file, if the environment names one.
 
     torchrun then prints this message instead of generic advice.
@@ -314,9 +314,9 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
     config, facts = prepared.config, prepared.facts
     needs = _planned(prepared) if plan else None
     if needs and facts and config.data.packing != "stream" and not config.stages:
-        from pretrain.data.packing import told  # imported late: imports numpy
+        from pretrain.data.packing import packing_line  # imported late: imports numpy
 
-        print(told(config.data, facts), flush=True)
+        print(packing_line(config.data, facts), flush=True)
     if not check or facts is None:
         return
     excess = memory_excess(needs) if needs else None

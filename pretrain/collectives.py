@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from fem_common.errors import CommandError, told
+from fem_common.errors import CommandError, from_os_error
 from fem_megatron.megatron import platform
 
 Answer = TypeVar("Answer")
@@ -27,16 +27,16 @@ def from_rank_0(compute: Callable[[], Answer]) -> Answer:
         ConfigError: on all ranks, if a path is wrong on rank 0.
         StorageError: on all ranks, if a file system failed on rank 0.
     """
-    said: list[tuple[Answer | None, CommandError | None]] = [(None, None)]
+    sent: list[tuple[Answer | None, CommandError | None]] = [(None, None)]
     if torch.distributed.get_rank() == 0:
         try:
-            said = [(compute(), None)]
+            sent = [(compute(), None)]
         except CommandError as error:
-            said = [(None, error)]
+            sent = [(None, error)]
         except OSError as error:
-            said = [(None, told(error))]
-    torch.distributed.broadcast_object_list(said, src=0)
-    answer, wrong = said[0]
+            sent = [(None, from_os_error(error))]
+    torch.distributed.broadcast_object_list(sent, src=0)
+    answer, wrong = sent[0]
     if wrong is not None:
         raise wrong
     return answer  # type: ignore[return-value]

@@ -27,7 +27,7 @@ from pretrain.config import RunConfig
 from pretrain.data.datasets import Datasets, build_datasets
 from pretrain.data.facts import Contents, check_contents, index_bytes
 from pretrain.data.order import longest_order
-from pretrain.data.packing import told
+from pretrain.data.packing import packing_line
 from pretrain.data.store_reader import StoreReader
 from pretrain.engines import Engine
 from pretrain.engines.building import initialize_distributed, initialize_model_parallel
@@ -41,7 +41,7 @@ from pretrain.report.loggers import (
     Say,
     Watch,
     alert,
-    kernels_told,
+    logged_kernels,
     make_callbacks,
 )
 from pretrain.report.metrics import Meter
@@ -85,8 +85,8 @@ def train(prepared: Prepared, received: Received) -> Outcome:
                     "another run_dir"
                 )
             if run.first:  # the other ranks print only warnings, to stderr
-                stack.enter_context(kernels_told(run.say))
-            with _failure_told(run.file):
+                stack.enter_context(logged_kernels(run.say))
+            with _record_failure(run.file):
                 return run.attempt()
     finally:
         parallel_state.destroy_model_parallel()
@@ -129,7 +129,7 @@ def build_index(prepared: Prepared) -> None:
 
 
 def make_engine(
-    config: RunConfig, schedule: Schedule, say: Say = lambda text: None, *, draw: bool = True
+    config: RunConfig, schedule: Schedule, log: Say = lambda text: None, *, draw: bool = True
 ) -> Engine:
     """Create the engine selected by ``engine.name``.
 
@@ -152,7 +152,7 @@ def make_engine(
         if config.engine.name == "deepspeed":  # imported late: an optional package
             from pretrain.engines.deepspeed import DeepSpeedEngine
 
-            return DeepSpeedEngine(config, schedule, say, draw=draw)
+            return DeepSpeedEngine(config, schedule, log, draw=draw)
         from pretrain.engines.megatron import MegatronEngine
 
         return MegatronEngine(config, schedule, draw=draw)
@@ -230,16 +230,16 @@ class Run:
                 record_fork(
                     self.folder, start.found.path, progress.step, progress.order_begin, hashed
                 )
-        told = ", ".join(
+        listed = ", ".join(
             str(change)
             for change in start.changed
             if change.rule == TOLD or (start.forked and change.rule != FREE)
         )
-        if told:
+        if listed:
             heading = (
                 "different from the parent" if start.forked else "changed since the last attempt"
             )
-            self.say(f"{heading}: {told}")
+            self.say(f"{heading}: {listed}")
         step, steps = start.progress.step, self.schedule.last_step
         # After the last step, the state is "complete" only if the last validation is done.
         complete = before is not None and (before.get("state"), before.get("step")) == (
@@ -247,7 +247,7 @@ class Run:
             step,
         )
         if start.own and (step > steps or (step == steps and complete)):
-            return self._nothing_left(checkpoints, start)
+            return self._already_complete(checkpoints, start)
         try:
             outcome = self._stage(checkpoints, start)
             while outcome is None or (outcome.stopped_by is None and outcome.progress.step < steps):
@@ -311,7 +311,7 @@ class Run:
     def data(self, samples: int) -> Datasets:
         """Return the datasets with a training order for the given number of samples."""
         assert self.config.model.vocab_size is not None
-        if self.first and (line := told(self.config.data, self.facts)):
+        if self.first and (line := packing_line(self.config.data, self.facts)):
             self.say(line)
         return build_datasets(
             self.config,
@@ -320,7 +320,7 @@ class Run:
             contents=self.contents,
             train_samples=samples,
             default_cache=self.folder / "index_cache",
-            say=self.say,
+            log=self.say,
             reader=self.reader,
             needs=[part.needs() for part in self.parts[: self.part.number + 1]]
             if self.part.name
@@ -466,7 +466,7 @@ class Run:
             step,
         )
 
-    def _nothing_left(self, checkpoints: Checkpoints, start: Start) -> Outcome:
+    def _already_complete(self, checkpoints: Checkpoints, start: Start) -> Outcome:
         """Report that all steps of the run are done, and return the outcome.
 
         If a signal interrupted the evaluation at the end of training, the evaluation is completed
@@ -524,7 +524,7 @@ def _check_packages(config: RunConfig) -> None:
 
 
 @contextmanager
-def _failure_told(file: ProgressFile) -> Iterator[None]:
+def _record_failure(file: ProgressFile) -> Iterator[None]:
     """Write an exception that ends the attempt to progress.json, and raise it again.
 
     Raises:
@@ -533,12 +533,12 @@ def _failure_told(file: ProgressFile) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        told: BaseException = error
+        reported: BaseException = error
         if isinstance(error, OSError) and not isinstance(error, (*MISTAKES, BrokenPipeError)):
-            told = StorageError(reason(error))
-        kind = "" if isinstance(told, CommandError) else f"{type(told).__name__}: "
+            reported = StorageError(reason(error))
+        kind = "" if isinstance(reported, CommandError) else f"{type(reported).__name__}: "
         with suppress(OSError):
-            file.tell("failed", message=f"{kind}{told}")
-        if told is not error:
-            raise told from None
+            file.tell("failed", message=f"{kind}{reported}")
+        if reported is not error:
+            raise reported from None
         raise

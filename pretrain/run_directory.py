@@ -22,7 +22,7 @@ from typing import Any
 
 from fem_common.config import dump_yaml
 from fem_common.errors import ConfigError, InUse
-from fem_common.files import append_json_line, expand_home, locked, write_whole
+from fem_common.files import append_json_line, expand_home, locked, write_atomically
 from fem_common.stores import folder_of
 from pretrain.config import RunConfig, load_run
 
@@ -73,7 +73,7 @@ def identify(folder: Path) -> str:
     The id is recorded in the folder.
     """
     found = run_id(folder) or uuid.uuid4().hex
-    write_whole(folder / RUN_ID, record_of(found, folder))
+    write_atomically(folder / RUN_ID, record_of(found, folder))
     return found
 
 
@@ -246,9 +246,9 @@ def record_fork(folder: Path, found: Path, step: int, order_begin: int, sha256: 
     """
     in_a_run = found.parent.name == "checkpoints"
     parent = found.parent.parent if in_a_run else found.parent
-    told = {"step": step, "order_begin": order_begin, "manifest_sha256": sha256}
-    record = {"parent": str(parent.resolve()), "checkpoint": str(found.resolve()), **told}
-    write_whole(folder / FORK, json.dumps(record, indent=1) + "\n")
+    fork = {"step": step, "order_begin": order_begin, "manifest_sha256": sha256}
+    record = {"parent": str(parent.resolve()), "checkpoint": str(found.resolve()), **fork}
+    write_atomically(folder / FORK, json.dumps(record, indent=1) + "\n")
 
 
 def read_fork(folder: Path) -> dict[str, Any] | None:
@@ -301,8 +301,8 @@ def _code() -> tuple[str, bool, str]:
     root = Path(__file__).resolve().parents[1]
     snapshot = root / "REVISION.json"
     if snapshot.is_file():
-        told = json.loads(snapshot.read_text())
-        return told.get("revision") or "", bool(told.get("dirty")), ""
+        record = json.loads(snapshot.read_text())
+        return record.get("revision") or "", bool(record.get("dirty")), ""
     changes = _git(root, "diff", "HEAD")
     return _git(root, "rev-parse", "HEAD"), bool(changes), changes
 

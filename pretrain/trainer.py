@@ -89,20 +89,20 @@ class Trainer:
         stream = self._training()
         self._tell(lambda callback: callback.on_restart(self.progress.step))
         self.meter.restart()
-        stopped_by = self._asked_to_stop(sum_over_ranks(self._beside()))
+        stopped_by = self._requested_stop(sum_over_ranks(self._beside()))
         while self.progress.step < self.schedule.steps and stopped_by is None:
             with (
                 self.profiler(self.progress.step + 1) as traced,
                 self.watch(self.progress.step + 1) as seen,
             ):
                 record, sums, spike = self._step(stream)
-            self._tell_step(record, seen, traced)
+            self._log_step(record, seen, traced)
             if spike and self._rewound(spike):
-                stream, stopped_by = self._training(), self._asked_to_stop(sums)
+                stream, stopped_by = self._training(), self._requested_stop(sums)
                 continue
             if self._due(self.config.train.eval_interval):
                 self._evaluate()
-            stopped_by = self._asked_to_stop(sums)
+            stopped_by = self._requested_stop(sums)
             hopeless = self.progress.bad_steps_in_a_row >= self.config.train.max_bad_steps
             due = (
                 self._due(self.config.checkpoint.interval)
@@ -111,16 +111,16 @@ class Trainer:
             if not hopeless and (due or stopped_by):
                 self._save(needed=stopped_by is not None)
             self.checkpoints.complete(blocking=False)
-            self._tell_progress()
+            self._write_progress()
             if hopeless:
                 self.checkpoints.close()
-                self._tell_progress()
+                self._write_progress()
                 raise TooManyBadSteps(self._hopeless_message(record))
         if stopped_by is None:
             self._save(needed=True)
         self.checkpoints.close()
         if stopped_by is None and self.data.valid is not None:
-            self._tell_progress()
+            self._write_progress()
             self._evaluate()
         self._note_progress()
         done = "complete" if self.schedule.steps >= self.schedule.last_step else "running"
@@ -193,12 +193,12 @@ class Trainer:
             at.rewound[1] + 1 if at.rewound and at.step <= at.rewound[0] + train.spike_rewind else 1
         )
         last = at.consumed_samples - at.order_begin + at.passed_over - 1
-        told = (
+        reason_text = (
             f"a spike: {spike}; its samples are {last + 1 - self.schedule.batch_samples} to "
             f"{last}, its documents: "
         )
         stage = f"{self.config.stages[-1].name}:" if self.config.stages else ""
-        of_sample = told + self._look_up("--sample", f"{stage}{last}")
+        of_sample = reason_text + self._look_up("--sample", f"{stage}{last}")
         target = (
             rewinds_to(at.step, self.config.checkpoint.interval, train.spike_rewind)
             if train.on_spike == "rewind"
@@ -218,7 +218,7 @@ class Trainer:
             else None
         )
         if found is None:
-            text = f"step {at.step} skipped, {told}{self._look_up('--step', at.step)}"
+            text = f"step {at.step} skipped, {reason_text}{self._look_up('--step', at.step)}"
         else:
             kept = found.progress
             passed_over = at.passed_over + at.consumed_samples - kept.consumed_samples
@@ -230,7 +230,7 @@ class Trainer:
                 recent=carried_over(found, self.config),
                 batch_changes=at.batch_changes,
             )
-            self._tell_progress()
+            self._write_progress()
             self._tell(lambda callback: callback.on_restart(kept.step))
             text = (
                 f"step {at.step}, {of_sample}; back at {found.path}, {passed_over} samples passed "
@@ -293,7 +293,7 @@ class Trainer:
         peaks[torch.distributed.get_rank()] = float(platform.peak_memory_bytes())
         return [*(float(self.received[:1] == [number]) for number in STOP), *peaks]
 
-    def _asked_to_stop(self, sums: list[float]) -> str | None:
+    def _requested_stop(self, sums: list[float]) -> str | None:
         """Return the name of a stop signal that any rank has received, or None.
 
         sums: this step's additional numbers, summed over the ranks; the first are the signal flags.
@@ -307,7 +307,7 @@ class Trainer:
             self.progress.step, self.progress.consumed_samples, self.checkpoints.last
         )
 
-    def _tell_progress(self) -> None:
+    def _write_progress(self) -> None:
         """Write "running" to progress.json if the state or the last checkpoint changed."""
         self._note_progress()
         if self.progress_file.told != ("running", self.checkpoints.last):
@@ -344,7 +344,7 @@ class Trainer:
             for kind, every in intervals.items()
         }
 
-    def _tell_step(self, record: StepRecord, seen: dict[str, float], traced: list[str]) -> None:
+    def _log_step(self, record: StepRecord, seen: dict[str, float], traced: list[str]) -> None:
         self._tell(lambda callback: callback.on_step(record))
         if seen:
             self._tell(lambda callback: callback.on_values(record.step, seen))

@@ -244,23 +244,26 @@ def check_stages_data(config: RunConfig) -> DataFacts:
     Raises:
         ConfigError, StorageError: see the checks. Errors in the data of a stage name the stage.
     """
-    told = list[DataFacts]()
+    stage_facts = list[DataFacts]()
     for part in parts_of(config):
         with _of_stage(part):
-            told.append(check_data(part.config))
-            check_distinct(told[-1].sources)
-            check_document_ends(part.config, told[-1])
-            if (told[0].vocab_size, told[0].eod_id) != (told[-1].vocab_size, told[-1].eod_id):
+            stage_facts.append(check_data(part.config))
+            check_distinct(stage_facts[-1].sources)
+            check_document_ends(part.config, stage_facts[-1])
+            if (stage_facts[0].vocab_size, stage_facts[0].eod_id) != (
+                stage_facts[-1].vocab_size,
+                stage_facts[-1].eod_id,
+            ):
                 raise ConfigError(
                     "data: the tokenizer differs from the first stage's; all sources of a run "
                     "need the same one"
                 )
     sources = {
         (source.split, source.prefix): source
-        for facts in reversed(told)
+        for facts in reversed(stage_facts)
         for source in reversed(facts.sources)
     }
-    made = replace(told[0], sources=tuple(reversed(sources.values())))
+    made = replace(stage_facts[0], sources=tuple(reversed(sources.values())))
     check_distinct(made.sources)  # detects copies in different stages
     return made
 
@@ -307,9 +310,9 @@ def _config_of(config: RunConfig, number: int, stage: Stage) -> RunConfig:
     train = replace(config.train, steps=stage.steps, tokens=stage.tokens, **sizes)
     optimizer = config.optimizer
     if _own_rates(stage):
-        unsaid = dict.fromkeys(("warmup_tokens", "warmup_fraction", "decay_tokens", "decay_steps"))
+        unset = dict.fromkeys(("warmup_tokens", "warmup_fraction", "decay_tokens", "decay_steps"))
         optimizer = replace(
-            optimizer, **{**unsaid, "warmup_steps": 0, "from_step": 0, **given(*_RATES)}
+            optimizer, **{**unset, "warmup_steps": 0, "from_step": 0, **given(*_RATES)}
         )
     made = replace(config, data=data, train=train, optimizer=optimizer, stages=())
     steps = Schedule.of(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from fem_common import secrets
 from fem_common.config import ConfigErrors, Mistake, noted
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.stores import is_url, refusal
 from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
@@ -80,7 +80,7 @@ def prepare(
         plan_only and (config.model.vocab_size is not None or before) and not any_on_disk(config)
     )
     if not without_data and not _wrong(mistakes, "data model"):
-        with noted(mistakes, "data"), files_told():
+        with noted(mistakes, "data"), convert_os_errors():
             facts = check_stages_data(config)
     if mistakes:
         raise ConfigErrors(mistakes)
@@ -505,7 +505,7 @@ def _check_fork(config: RunConfig, world_size: int) -> Iterator[str]:
 def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield mistakes of the mirror: it needs another location and consistent intervals."""
     given = config.checkpoint
-    apart, most = max(given.interval, given.mirror_interval), given.max_unsaved_steps
+    distance, most = max(given.interval, given.mirror_interval), given.max_unsaved_steps
     mirror = mirror_of(config)
     if mirror is None:
         if given.mirror_keep_last is not None:
@@ -513,10 +513,10 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"{keep} requires a mirror; set one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
     elif wrong := refusal(mirror, run_directory(config)):
         yield f"checkpoint.mirror {wrong}"
-    elif most is not None and most < apart:
+    elif most is not None and most < distance:
         yield (
             f"checkpoint.max_unsaved_steps = {most} ends every run: the mirror's checkpoints are "
-            f"{apart} steps apart; at least {apart}"
+            f"{distance} steps apart; at least {distance}"
         )
     elif given.interval and given.mirror_interval > 1 and given.mirror_interval % given.interval:
         yield (

@@ -76,8 +76,8 @@ def answer(
             multiprocessing.connection.wait(
                 [rank.sentinel for rank in ranks if rank.exitcode is None], 1.0
             )
-        said = "\n".join(Path(f"{output}.{rank}").read_text()[-3000:] for rank in range(world))
-        assert [rank.exitcode for rank in ranks] == [0] * world, said
+        printed = "\n".join(Path(f"{output}.{rank}").read_text()[-3000:] for rank in range(world))
+        assert [rank.exitcode for rank in ranks] == [0] * world, printed
     return pickle.loads(Path(f"{output}.0.answer").read_bytes())
 
 
@@ -110,9 +110,9 @@ def ended(world: int, arguments: list[str], output: Path) -> tuple[list[int | No
 
 def finished(world: int, arguments: list[str], output: Path) -> str:
     """Run ``pretrain`` on all ranks, require success and return the output of rank 0."""
-    codes, said = ended(world, arguments, output)
-    assert codes == [0] * world, "\n".join(said)
-    return said[0]
+    codes, printed = ended(world, arguments, output)
+    assert codes == [0] * world, "\n".join(printed)
+    return printed[0]
 
 
 def _rank(

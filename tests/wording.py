@@ -46,18 +46,18 @@ class Wording:
         """Compare ``text`` with the golden file. ``names`` (WORD=value): values that differ from
         run to run, each replaced by its WORD.
         """
-        said = str(text).rstrip("\n")
+        output = str(text).rstrip("\n")
         for word, value in sorted(
             {**self.names, **names}.items(), key=lambda item: -len(str(item[1]))
         ):
-            said = said.replace(str(value), word)
-        self.heard.append(said)
+            output = output.replace(str(value), word)
+        self.heard.append(output)
         if not self.updating:
             index = len(self.heard) - 1
             assert index < len(self.expected), (
-                f"not in tests/wording.yaml (pytest --update-wording writes it): {said}"
+                f"not in tests/wording.yaml (pytest --update-wording writes it): {output}"
             )
-            assert said == self.expected[index]
+            assert output == self.expected[index]
 
 
 @pytest.fixture

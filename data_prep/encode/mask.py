@@ -35,7 +35,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_prep.aliases import BoolArray, Int64Array
-from fem_common.errors import UserError, told
+from fem_common.errors import UserError, from_os_error
 from fem_common.text import one_line
 
 
@@ -112,7 +112,7 @@ def load_mask(spec: str) -> Mask:
     except FileNotFoundError:
         raise UserError(f"no such file: {file} (of --mask {spec})") from None
     except OSError as error:
-        raise told(error, f"--mask {spec} cannot be read (", ")") from None
+        raise from_os_error(error, f"--mask {spec} cannot be read (", ")") from None
     module = ModuleType("data_prep_mask")
     module.__file__ = str(file.absolute())
     try:
@@ -160,7 +160,7 @@ def _digest(source: bytes, files: tuple[str, ...], file: Path) -> str:
             with (file.parent / name).open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
         except OSError as error:
-            raise told(error, f"{file}: its file {name!r} cannot be read (", ")") from None
+            raise from_os_error(error, f"{file}: its file {name!r} cannot be read (", ")") from None
     return digest.hexdigest()
 
 

@@ -139,12 +139,12 @@ def find_tokenizer(name_or_path: str) -> Path:
 
 
 def _hint(path: Path) -> str:
-    beside = (
+    sibling = (
         [other.name for other in path.parent.iterdir() if other.is_dir()]
         if path.parent.is_dir()
         else []
     )
-    near = nearest(path.name, beside)
+    near = nearest(path.name, sibling)
     return (
         f"did you mean {path.parent / near}?"
         if near

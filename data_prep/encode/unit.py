@@ -30,7 +30,7 @@ from data_prep.prepared.manifest import PLACES_KEPT, SplitEntry, UnitEntry
 from data_prep.sources import Rows, read_span
 from data_prep.sources.rows import BadRow, Drop, Tally, by_reason
 from fem_common.errors import UserError
-from fem_common.files import json_bytes, sync_folder, temporary, write_whole
+from fem_common.files import json_bytes, sync_folder, temporary, write_atomically
 
 Report = Callable[[int, Tally], None]
 
@@ -181,7 +181,7 @@ class _Work:
                 final = shard_prefix(out, unit, name)
                 os.replace(self.folder / f"{name}.{kind}", final.with_name(f"{final.name}.{kind}"))
         sync_folder(out / SHARDS)
-        write_whole(entry_path(out, unit), json_bytes(entry.as_json()))
+        write_atomically(entry_path(out, unit), json_bytes(entry.as_json()))
         return entry
 
 

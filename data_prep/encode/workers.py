@@ -28,7 +28,7 @@ from data_prep.prepared.manifest import UnitEntry
 from data_prep.sources import locate
 from data_prep.sources.rows import Tally
 from fem_common.cli import is_want_of_memory
-from fem_common.errors import FULL, CommandError, Fault, UserError, told
+from fem_common.errors import FULL, CommandError, Fault, UserError, from_os_error
 from fem_common.files import remove_leftovers
 from fem_common.signals import signal_name
 from fem_common.text import one_line
@@ -294,7 +294,7 @@ def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) ->
     if isinstance(error, OSError):
         if error.errno in FULL:
             error.filename = str(out / SHARDS / "unfinished")
-        return told(error, after=f" ({where})")
+        return from_os_error(error, after=f" ({where})")
     traceback.print_exception(error)
     return Fault(f"{type(error).__name__} at {where}: {one_line(error)}")
 

@@ -32,7 +32,7 @@ from data_prep.prepared.manifest import (
 from data_prep.sources import locate
 from data_prep.sources.rows import Drop, by_reason, listed
 from fem_common.errors import UserError
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 from fem_common.text import ranges
 
 
@@ -244,7 +244,7 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
         path.unlink(missing_ok=True)
         return True
     lines = "".join(json.dumps(place, ensure_ascii=False) + "\n" for place in places)
-    write_whole(path, lines.encode("utf-8", "backslashreplace"))
+    write_atomically(path, lines.encode("utf-8", "backslashreplace"))
     if limit.allows(dropped, rows):
         return True
     verdict = f"{dropped.total():,} of {rows:,} rows are bad ({listed(by_reason(dropped))})"

@@ -25,7 +25,7 @@ from data_prep.encode.documents import Settings
 from data_prep.prepared.records import read
 from data_prep.sources import SourceFile, Span
 from fem_common.errors import UserError
-from fem_common.files import sha256_json, write_whole
+from fem_common.files import sha256_json, write_atomically
 from fem_common.text import one_line
 
 FORMAT = 2
@@ -150,7 +150,7 @@ def write_plan(out: Path, plan: Plan) -> None:
         "units": units,
     }
     lines = ",\n".join(f"  {json.dumps(name)}: {_lines(value)}" for name, value in fields.items())
-    write_whole(out / PLAN, f"{{\n{lines}\n}}\n".encode("utf-8", "backslashreplace"))
+    write_atomically(out / PLAN, f"{{\n{lines}\n}}\n".encode("utf-8", "backslashreplace"))
 
 
 def _lines(value: Any) -> str:

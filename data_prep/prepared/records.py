@@ -64,12 +64,12 @@ def _record(cls: Any, raw: Any) -> Any:
     kinds = _types(cls)
     _checked(raw, dict, f"{type(raw).__name__} where an object belongs")
     later = {item.name for item in fields(cls) if item.kw_only}
-    for said, differing in (
+    for problem, differing in (
         ("lacks", kinds.keys() - raw.keys() - later),
         ("has an unknown", raw.keys() - kinds.keys()),
     ):
         if differing:
-            raise ValueError(f"{said} {min(differing)!r}")
+            raise ValueError(f"{problem} {min(differing)!r}")
     values = {}
     for name, kind in kinds.items():
         if name not in raw:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from fem_common.errors import InUse, UserError, told
+from fem_common.errors import InUse, UserError, from_os_error
 from fem_common.files import locked, make_folder, remove, remove_leftovers, sync_folder, temporary
 
 UNFINISHED = ".unfinished"
@@ -67,7 +67,7 @@ class Staging:
                 else:
                     remove_leftovers(self.path.parent)
             except OSError as error:
-                raise told(error, f"cannot write in {self.out} (", ")") from None
+                raise from_os_error(error, f"cannot write in {self.out} (", ")") from None
             self._stack = stack.pop_all()
         return self
 

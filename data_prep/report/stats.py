@@ -21,7 +21,7 @@ from data_prep.prepared.staging import existing_folder
 from data_prep.report.lengths import Lengths, count_lengths, draw_lengths, joined
 from data_prep.report.progress import Reading
 from fem_common.errors import UserError
-from fem_common.files import make_folder, write_whole
+from fem_common.files import make_folder, write_atomically
 from fem_common.text import size
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
             f"{_bytes_per_token(manifest):.2f} bytes per token"
         )
         make_folder(arguments.picture.parent)
-        write_whole(arguments.picture, draw_lengths(whole, title))
+        write_atomically(arguments.picture, draw_lengths(whole, title))
         print(f"{arguments.picture}: written", file=sys.stderr)
     return 0
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from data_prep.sources import hub
 from data_prep.sources.names import is_data, kind_by_name, report_left_out
 from data_prep.sources.streams import GZIP, ZSTD, is_skippable
-from fem_common.errors import UserError, told
+from fem_common.errors import UserError, from_os_error
 from fem_common.files import expand_home
 
 TEXT = ".txt"
@@ -159,7 +159,7 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
     names, hidden = list[str](), list[str]()
 
     def failed(error: OSError) -> None:
-        raise told(error)
+        raise from_os_error(error)
 
     for place, folders, files in os.walk(folder, onerror=failed, followlinks=True):
         here = Path(place)

@@ -66,7 +66,7 @@ def patiently(
         try:
             return call()
         except failures as error:
-            asked = _seconds_asked(error)
+            asked = _requested_seconds(error)
             if wait is None or not _passes(error) or asked > LONGEST_ASKED:
                 raise explain(error, repository) from None
             # Random, so that workers do not retry simultaneously.
@@ -111,7 +111,7 @@ def _passes(error: Exception) -> bool:
     return not isinstance(error, OfflineModeIsEnabled)
 
 
-def _seconds_asked(error: Exception) -> float:
+def _requested_seconds(error: Exception) -> float:
     """Return the pause in seconds that a 429 or 503 response requests, or 0 without a request."""
     response = getattr(error, "response", None)
     if response is None:

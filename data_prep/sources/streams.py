@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from data_prep.sources import hub
 from data_prep.sources.rows import raise_if_memory
-from fem_common.errors import UserError, told
+from fem_common.errors import UserError, from_os_error
 from fem_common.text import one_line
 
 SAMPLE_BYTES, SAMPLES = 1 << 16, 64
@@ -58,7 +58,7 @@ def _readable(path: str) -> Iterator[None]:
         raise UserError(f"no such file: {path}") from None
     except OSError as error:
         bare = OSError(error.errno, error.strerror)
-        raise told(bare, f"{path} cannot be read (", ")") from None
+        raise from_os_error(bare, f"{path} cannot be read (", ")") from None
 
 
 def open_input(path: str, *, ahead: bool = False) -> BinaryIO:

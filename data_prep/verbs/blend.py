@@ -25,7 +25,7 @@ from data_prep.prepared.layout import MANIFEST
 from data_prep.prepared.manifest import Manifest, read_manifest, size_fault
 from data_prep.prepared.staging import existing_folder
 from fem_common.errors import UserError
-from fem_common.files import make_folder, write_whole
+from fem_common.files import make_folder, write_atomically
 from fem_common.text import count
 
 SEQ_LENGTH = 4096
@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
     if out.exists() and not arguments.overwrite and out.read_bytes() != content:
         raise UserError(f"{out} exists with other content; choose another name or add --overwrite")
     make_folder(out.parent)
-    write_whole(out, content)
+    write_atomically(out, content)
     print(
         f"{out}: {len(sources)} source{'s' * (len(sources) > 1)}, {arguments.seq_length} "
         "tokens per sequence"

@@ -125,7 +125,7 @@ def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
         staging.publish([*merged, UNITS], seal=MANIFEST, stale=sorted(files.difference(merged)))
         remove_shards(out)
     _report(out, manifest)
-    _tell_missing_ids(out, entries)
+    _report_missing_ids(out, entries)
     return 0
 
 
@@ -313,7 +313,7 @@ def _report(out: Path, manifest: Manifest) -> None:
     )
 
 
-def _tell_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:
+def _report_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:
     """Print which splits have no file of ids, and the units that cause this.
 
     These units were encoded before ids were recorded, while other units have ids. A split's ids are

@@ -54,7 +54,7 @@ from data_prep.sources.hub import is_hub
 from data_prep.sources.rows import ID
 from data_prep.verbs.merge import remove_shards
 from fem_common.errors import UserError
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 from fem_common.text import count, counted, first_few, size
 
 UNIT_MB = 256.0
@@ -247,13 +247,13 @@ def _inputs(request: Request) -> list[Found]:
         files = list(group)
         if not is_hub(name):
             listed = [file.path for file in files] != [str(Path(name))] and (out / PLAN).is_file()
-            files = [file for file in files if not (listed and _lies_at(file.path, own))]
+            files = [file for file in files if not (listed and _is_inside(file.path, own))]
             if not files:
                 raise UserError(
                     f"{name} contains only files that data_prep wrote to {out}; name the inputs"
                 )
             for file in files:
-                if _lies_at(file.path, own):
+                if _is_inside(file.path, own):
                     raise UserError(
                         f"the input {file.path} is at a path that data_prep writes in --out "
                         f"{out}; move it, or choose another --out"
@@ -262,7 +262,7 @@ def _inputs(request: Request) -> list[Found]:
     return found
 
 
-def _lies_at(file: str, places: Iterable[Path]) -> bool:
+def _is_inside(file: str, places: Iterable[Path]) -> bool:
     """Return True if ``file``, or the target of this link, is at or below one of ``places``."""
     path = Path(file)
     return any(
@@ -346,7 +346,7 @@ def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
     copy.mkdir(exist_ok=True)
     for name in TOKENIZER_FILES:
         if name in tokenizer.files:
-            write_whole(copy / name, (tokenizer.path / name).read_bytes())
+            write_atomically(copy / name, (tokenizer.path / name).read_bytes())
         else:
             (copy / name).unlink(missing_ok=True)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fem_common.errors import UserError, told
+from fem_common.errors import UserError, from_os_error
 from fem_common.files import make_folder, sha256, sync_file, sync_folder
 
 TEXTS = ("text", "id", "dump", "url", "file_path", "language")
@@ -141,7 +141,7 @@ def main(arguments: argparse.Namespace) -> int:
         os.replace(temporary, out)
         sync_folder(out.parent)
     except OSError as error:
-        raise told(error, f"cannot write {out} (", ")") from None
+        raise from_os_error(error, f"cannot write {out} (", ")") from None
     finally:
         temporary.unlink(missing_ok=True)
     text_bytes = sum(len(text.encode()) for text in table.column("text").to_pylist())

@@ -357,9 +357,9 @@ def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenize
     )
     # The trainer skips characters without an entry, which would join the characters around them.
     # A line end in their place keeps these separate.
-    apart = re.compile(f"[{re.escape(rare)}]+") if rare else re.compile("\n")
+    separator = re.compile(f"[{re.escape(rare)}]+") if rare else re.compile("\n")
     tokenizer.train_from_iterator(
-        ([apart.sub("\n", text) for text in batch] for batch in batches(texts)), trainer
+        ([separator.sub("\n", text) for text in batch] for batch in batches(texts)), trainer
     )
     spec = json.loads(tokenizer.to_str())
     spec["added_tokens"] = [

@@ -121,13 +121,13 @@ def _stale(cache: Path, sources: dict[str, dict[str, str]], manifest: Manifest) 
 
 
 def _damaged(cache: Path, files: dict[str, Json], advance: Advance) -> Iterator[str]:
-    for name, said in files.items():
+    for name, recorded in files.items():
         path = cache / name
         if not path.is_file():
             yield f"{path} is missing"
             continue
-        if path.stat().st_size != said["bytes"]:
-            yield f"{path}: {path.stat().st_size} bytes, {COMPLETE} says {said['bytes']}"
-        elif sha256(path) != said["sha256"]:
+        if path.stat().st_size != recorded["bytes"]:
+            yield f"{path}: {path.stat().st_size} bytes, {COMPLETE} says {recorded['bytes']}"
+        elif sha256(path) != recorded["sha256"]:
             yield f"{path}: content differs from {COMPLETE}'s hash"
         advance(path.stat().st_size)

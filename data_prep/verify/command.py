@@ -202,8 +202,8 @@ def verify_units(folder: Path, sample: int) -> Report:
     except UserError as error:
         report.add([str(error)])
         return report
-    said = TokenizerEntry(TOKENIZER, **asdict(plan.tokenizer))
-    report.add(tokenizer_faults(folder / TOKENIZER, said), PUT_BACK)
+    recorded = TokenizerEntry(TOKENIZER, **asdict(plan.tokenizer))
+    report.add(tokenizer_faults(folder / TOKENIZER, recorded), PUT_BACK)
     entries, missing, faults = units_done(folder, plan)
     report.add([*faults, *[missing_units(folder, plan, missing)] * bool(missing)])
     parts = [part for entry in entries for part in entry.splits.values()]
@@ -226,18 +226,18 @@ def _sound_plan(folder: Path) -> Plan:
     return read_plan(folder)
 
 
-def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
+def tokenizer_faults(folder: Path, recorded: TokenizerEntry) -> Iterator[str]:
     """Yield the differences between the tokenizer in ``folder`` and its record in the manifest."""
     try:
         tokenizer = load_folder(folder)
     except UserError as error:
         yield str(error)
         return
-    if tokenizer.sha256 != said.sha256:
+    if tokenizer.sha256 != recorded.sha256:
         yield f"{tokenizer.path / 'tokenizer.json'}: content differs from the manifest's hash"
     for what, found, wanted in (
-        ("EOD is", tokenizer.eod_id, said.eod_id),
-        ("entries are", tokenizer.vocab_size, said.vocab_size),
+        ("EOD is", tokenizer.eod_id, recorded.eod_id),
+        ("entries are", tokenizer.vocab_size, recorded.vocab_size),
     ):
         if found != wanted:
             yield f"{tokenizer.path}: its {what} {found}, the manifest says {wanted}"
@@ -295,7 +295,7 @@ def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
     manifest["source"]["settings"]["mask"] = mask and mask.rpartition(":")[2]
 
 
-def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEntry:
+def _summed(recorded: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEntry:
     """Return a split's record in the manifest with its counts replaced by sums over the units."""
     parts = [entry.splits[name] for entry in entries if name in entry.splits]
     documents, tokens, text_bytes, bin_bytes = (
@@ -304,7 +304,7 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
     )
     sizes = [part.ids.bytes for part in parts if part.ids]
     ids = (
-        IdsEntry(sum(sizes), said.ids.sha256 if said.ids else "")
+        IdsEntry(sum(sizes), recorded.ids.sha256 if recorded.ids else "")
         if parts and len(sizes) == len(parts)
         else None
     )
@@ -314,7 +314,7 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
         "text_bytes": text_bytes,
         "bin_bytes": bin_bytes,
     }
-    return replace(said, **sums, idx_bytes=index_bytes_of(documents), ids=ids)
+    return replace(recorded, **sums, idx_bytes=index_bytes_of(documents), ids=ids)
 
 
 def _sample(report: Report, data: Checked, number: int, fix: str) -> None:

@@ -186,12 +186,12 @@ def _draw(
         raise UserError(f"{file.path} can no longer be read as it was when the data was made")
     for name in SPLITS:
         part = entry.splits.get(name)
-        said = (part.documents, part.text_bytes) if part else (0, 0)
-        if (seen[name], text_bytes[name]) != said:
+        recorded = (part.documents, part.text_bytes) if part else (0, 0)
+        if (seen[name], text_bytes[name]) != recorded:
             given = f"{seen[name]} documents, {text_bytes[name]} bytes for {name}"
             result.faults.append(
-                f"unit {unit.number}: {file.path} gives {given}; its entry says {said[0]} "
-                f"and {said[1]}"
+                f"unit {unit.number}: {file.path} gives {given}; its entry says {recorded[0]} "
+                f"and {recorded[1]}"
             )
     return found
 

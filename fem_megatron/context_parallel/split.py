@@ -168,10 +168,10 @@ class SequenceSplit:
 
         The first chunks of all sequences precede the second chunks in the batch dimension.
         """
-        beside = [
+        blocks = [
             None if t is None else torch.cat(t.chunk(2, dims.time), dims.batch) for t in given
         ]
-        return torch.cat(read(None, *beside, *each).chunk(2, dims.batch), dims.time)
+        return torch.cat(read(None, *blocks, *each).chunk(2, dims.batch), dims.time)
 
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
         """Return the ``count`` tokens before each chunk, [count, 2 b, ...].

@@ -100,7 +100,7 @@ class TensorParallel(Parallel):
             tp_group=self.group,
         )
 
-    def project_beside(
+    def project_with(
         self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]
     ) -> tuple[list[Tensor], Tensor]:
         weight = linear.get_parameter("weight")

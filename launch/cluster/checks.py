@@ -28,12 +28,14 @@ def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
     """
     try:
         version = slurm.call("sbatch", "--version").split()[-1]
-        said = [
+        answers = [
             line.strip() for line in slurm.call("scontrol", "ping").splitlines() if line.strip()
         ]
-        if not any(line.endswith("UP") for line in said):
-            raise slurm.SlurmError(f"{'; '.join(said)}: ask the administrators, or try again later")
-        yield Check("ok", "Slurm", f"{version}; {'; '.join(said)}")
+        if not any(line.endswith("UP") for line in answers):
+            raise slurm.SlurmError(
+                f"{'; '.join(answers)}: ask the administrators, or try again later"
+            )
+        yield Check("ok", "Slurm", f"{version}; {'; '.join(answers)}")
     except slurm.SlurmError as error:
         yield Check("FAILED", "Slurm", str(error))
         return
@@ -137,7 +139,7 @@ def machines(
     """
     failed, warning = partial(Check, "FAILED", "nodes"), partial(Check, "warning", "nodes")
     mine = [node for node in known if set(node.partitions) & set(chosen)]
-    wanted, gpus = profile.nodes, gpus_asked(profile)
+    wanted, gpus = profile.nodes, requested_gpus(profile)
     if not mine:
         yield failed(
             f"partition {', '.join(chosen)} has no nodes", "choose another slurm.partition"
@@ -199,7 +201,7 @@ def machines(
     yield Check("ok", "nodes", f"{text}{counted(wanted.cpus, 'CPU')} or more")
 
 
-def gpus_asked(profile: Profile) -> int:
+def requested_gpus(profile: Profile) -> int:
     """Return the number of GPUs per node that the profile requests from Slurm.
 
     It is 0 if nodes.gres names no GPU, even if the nodes have GPUs.

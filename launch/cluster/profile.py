@@ -431,14 +431,14 @@ def _bash_fault(lines: tuple[str, ...]) -> str | None:
     bash = shutil.which("bash")
     if not lines or bash is None:
         return None
-    said = subprocess.run(
+    answer = subprocess.run(
         ["bash", "-n"],
         executable=bash,
         input="\n".join(lines).encode(),
         capture_output=True,
         check=False,
     ).stderr
-    return " ".join(said.decode("utf-8", "replace").split()) or None
+    return " ".join(answer.decode("utf-8", "replace").split()) or None
 
 
 def _filled_in(section: Any) -> Any:

@@ -90,7 +90,7 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> Jo
     return job
 
 
-def on_slurm(job: Job, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
+def on_slurm(job: Job, wait_seconds: float, report: Callable[[str], None]) -> Outcome:
     """Submit the trial, wait for its end, and return its outcome.
 
     The trial is cancelled if it waits in the queue longer than ``wait_seconds``, or runs too long.
@@ -123,7 +123,7 @@ def on_slurm(job: Job, wait_seconds: float, say: Callable[[str], None]) -> Outco
                 if outcome.result or attempt.get("outcome") not in (None, "finished"):
                     break
             elif state.state == "PENDING":
-                say(f"job {job_id} waits in the queue ({state.reason})")
+                report(f"job {job_id} waits in the queue ({state.reason})")
                 if time.monotonic() - submitted > wait_seconds:
                     outcome.trouble = (
                         f"job {job_id} waited {wait_seconds:.0f} s in the queue ({state.reason}) "
@@ -133,7 +133,7 @@ def on_slurm(job: Job, wait_seconds: float, say: Callable[[str], None]) -> Outco
             else:
                 started = started or time.monotonic()
                 outcome.nodes = outcome.nodes or tuple(slurm.hosts([state.nodes]))
-                say(f"job {job_id} runs on {state.nodes}")
+                report(f"job {job_id} runs on {state.nodes}")
                 if time.monotonic() - started > limit:
                     silent = (
                         ""
@@ -151,7 +151,7 @@ def on_slurm(job: Job, wait_seconds: float, say: Callable[[str], None]) -> Outco
 
 
 def here(
-    job: Job, command: Sequence[str], environment: Mapping[str, str], say: Callable[[str], None]
+    job: Job, command: Sequence[str], environment: Mapping[str, str], report: Callable[[str], None]
 ) -> Outcome:
     """Start the trial on this machine, wait for its end, and return its outcome.
 
@@ -161,7 +161,7 @@ def here(
         Outcome(job.path),
         RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
     )
-    say("the trial runs on this machine")
+    report("the trial runs on this machine")
     with (launch_folder(outcome.directory) / "slurm-local.out").open("wb") as log:
         # A process that is killed at the time limit takes its ranks with it.
         try:
@@ -209,9 +209,9 @@ def explained(outcome: Outcome, name: str) -> Outcome:
         return outcome
     failure = (last_attempt(outcome) or {}).get("failure") or {}
     state = read_json(launch_folder(outcome.directory) / "state.json") or {}
-    said = failure.get("message") or state.get("message")
-    if not outcome.trouble and said:
-        outcome.trouble = f"{name} failed: {said}"
+    message = failure.get("message") or state.get("message")
+    if not outcome.trouble and message:
+        outcome.trouble = f"{name} failed: {message}"
     elif not outcome.trouble and not logs(outcome):
         where = f" on {', '.join(outcome.nodes)}" if outcome.nodes else ""
         outcome.trouble = (

@@ -113,11 +113,11 @@ def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueSta
         and not state.get("job_id")
         and state.get("host") not in (None, "", socket.gethostname())
     ):
-        told = (
+        description = (
             f"process {state.get('pid')} of host {state.get('host')} (if that process has ended, "
             f"remove {launch / 'state.json'})"
         )
-        return Standing(index, "active", state="local", message=told)
+        return Standing(index, "active", state="local", message=description)
     stop = read_json(launch / "stop.json")
     if stop is not None:
         return Standing(

@@ -43,7 +43,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fem_common.files import append_json_line, write_whole
+from fem_common.files import append_json_line, write_atomically
 
 FORMAT = 1
 TAIL_BYTES = 1 << 16  # part of a long file that is read
@@ -156,7 +156,7 @@ def rank_record(attempt: Path, rank: int) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Write a small JSON file atomically: a reader gets either the old or the new content."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(value, indent=1) + "\n", synced=False)
+    write_atomically(path, json.dumps(value, indent=1) + "\n", synced=False)
 
 
 def read_json(path: Path) -> Any:

@@ -235,7 +235,7 @@ def write(draft: Draft) -> Draft:
             (draft.job.items[index].launch / name).unlink(missing_ok=True)
     for place, text in draft.configs.items():
         launch_folder(Path(place)).mkdir(parents=True, exist_ok=True)
-        files.write_whole(launch_folder(Path(place)) / "config.yaml", text, synced=False)
+        files.write_atomically(launch_folder(Path(place)) / "config.yaml", text, synced=False)
     for item in draft.job.items:
         item.launch.mkdir(parents=True, exist_ok=True)
     draft.job.save()
@@ -284,10 +284,10 @@ def describe(draft: Draft, request: Request, exclude: Sequence[str], after: str 
         lines += ["", *item_lines(draft)]
     elif not request.is_command:
         try:
-            told = pretrain(request.words, job.world_size, "--plan").rstrip()
+            plan_text = pretrain(request.words, job.world_size, "--plan").rstrip()
         except UserError as error:  # the data may be made by an earlier job of a chain
-            told = f"pretrain's plan is not known yet: {error}"
-        lines += ["", told]
+            plan_text = f"pretrain's plan is not known yet: {error}"
+        lines += ["", plan_text]
     return "\n".join(lines) + "\n"
 
 

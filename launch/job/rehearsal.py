@@ -44,7 +44,7 @@ INERT = {
 }
 
 
-def rehearse(draft: Draft, say: Callable[[str], None], *, data: bool) -> None:
+def rehearse(draft: Draft, report: Callable[[str], None], *, data: bool) -> None:
     """Rehearse each layout of the runs that would start, and report one line of text per layout.
 
     The callback gets the lines. Return at once if the profile has no GPUs.
@@ -77,7 +77,7 @@ def rehearse(draft: Draft, say: Callable[[str], None], *, data: bool) -> None:
             try:
                 found = _rehearsed(text, job.world_size, device, code)
             except UserError as error:
-                say(_by_the_plan(text, draft, device, code, str(error), data=data))
+                report(_by_the_plan(text, draft, device, code, str(error), data=data))
                 continue
             append_json(
                 _record(draft),
@@ -88,7 +88,7 @@ def rehearse(draft: Draft, say: Callable[[str], None], *, data: bool) -> None:
         if found["excess"]:
             raise UserError(f"{config['name']}: {found['excess']}; {SKIP}")
         took = "rehearsed before" if before else f"rehearsed in {duration(found['seconds'])}"
-        say(
+        report(
             f"{took}: {what}: {gib(found['bytes'])} at the peak of rank {found['rank']}, the "
             "fullest"
         )
@@ -168,14 +168,14 @@ def _rehearsed(text: str, world_size: int, device: str | None, code: Path) -> di
     return {**fullest(json.loads(printed)), "seconds": round(time.monotonic() - began, 1)}
 
 
-def fullest(told: Mapping[str, Any]) -> dict[str, Any]:
+def fullest(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return {"rank", "bytes", "excess"} of the rank with the highest memory peak.
 
     The argument is the parsed output of ``pretrain --rehearse --json``. "excess" is pretrain's
     error text if the bytes do not fit into the GPU, otherwise None.
     """
-    most = max(told["ranks"], key=lambda rank: rank["peak"]["bytes"])
-    return {"rank": most["rank"], "bytes": most["peak"]["bytes"], "excess": told["excess"]}
+    most = max(record["ranks"], key=lambda rank: rank["peak"]["bytes"])
+    return {"rank": most["rank"], "bytes": most["peak"]["bytes"], "excess": record["excess"]}
 
 
 def _by_the_plan(

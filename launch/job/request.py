@@ -151,12 +151,12 @@ def pretrain(
         ) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no output"]
-        told = [
+        output = [
             line.removeprefix("pretrain: error: ")
             for line in lines
             if line.startswith("pretrain: error: ")
         ]
-        last = "; ".join(told) or lines[-1]
+        last = "; ".join(output) or lines[-1]
         raise UserError(
             last
             if done.returncode == 2
@@ -285,9 +285,10 @@ def _command(request: Request) -> Wanted:
             f"SLURM_ARRAY_TASK_{key}": str(value)
             for key, value in (("COUNT", tasks), ("MIN", 0), ("MAX", tasks - 1), ("STEP", 1))
         }
-        told = [{**every, "SLURM_ARRAY_TASK_ID": str(index)} for index in range(tasks)]
+        environments = [{**every, "SLURM_ARRAY_TASK_ID": str(index)} for index in range(tasks)]
         items = [
-            Item(f"{directory}/tasks/{i:04}", argv, f"{name}[{i}]", told[i]) for i in range(tasks)
+            Item(f"{directory}/tasks/{i:04}", argv, f"{name}[{i}]", environments[i])
+            for i in range(tasks)
         ]
     job = new_job(request, name, directory, items, tasks is not None)
     return Wanted(job, {}, lambda code: {})
@@ -300,11 +301,11 @@ def command_name(words: Sequence[str]) -> str:
     and the working directory. So the same command gets the same directory again.
     """
     verb = next((word for word in words[1:2] if re.fullmatch(r"[a-z][a-z0-9-]*", word)), None)
-    told = "-".join(filter(None, [words[0].removeprefix("tools.").replace(".", "-"), verb]))
+    name = "-".join(filter(None, [words[0].removeprefix("tools.").replace(".", "-"), verb]))
     words_hash = hashlib.sha256(
         "\0".join([work_directory(), *words]).encode(errors="surrogateescape")
     ).hexdigest()
-    return f"{told}-{words_hash[:8]}"
+    return f"{name}-{words_hash[:8]}"
 
 
 def _check_module(module: str) -> None:

@@ -143,12 +143,12 @@ def _is_source(root: Path, path: Path) -> bool:
 def _walk(root: Path) -> Iterable[str]:
     """Yield the packages' files outside a git checkout, without caches and hidden folders."""
     # Another project may have a folder of the same name, so check for known subfolders.
-    beside = (
+    excluded = (
         [BESIDE]
         if (root / BESIDE / "run").is_dir() and (root / BESIDE / "cluster").is_dir()
         else []
     )
-    for room in (*ROOMS, *beside):
+    for room in (*ROOMS, *excluded):
         for folder, folders, files in os.walk(root / room):
             folders[:] = sorted(
                 name for name in folders if name != "__pycache__" and not name.startswith(".")

@@ -362,15 +362,15 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
     """Return the parsed output of `launch.node.measure`, or {"error": text} if it has none."""
     if answer.code is None:
         return {"error": "a product did not end in time: it hangs"}
-    said = (answer.output.strip() or "null").splitlines()[-1]
+    last_line = (answer.output.strip() or "null").splitlines()[-1]
     try:
-        result = json.loads(said)
+        result = json.loads(last_line)
     except ValueError:
         result = None
     if isinstance(result, dict):
         return result
-    said = hardware.last_line(answer.errors) or "no output"
-    return {"error": f"a product ended with {answer.code}: {said}"}
+    last_line = hardware.last_line(answer.errors) or "no output"
+    return {"error": f"a product ended with {answer.code}: {last_line}"}
 
 
 def main() -> int:

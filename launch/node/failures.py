@@ -226,12 +226,12 @@ def killed_for_memory(error: str | None, code: int | None) -> str | None:
     )
 
 
-def told_to_end(told: Mapping[str, float], at: float) -> bool:
+def signalled_to_end(signalled: Mapping[str, float], at: float) -> bool:
     """Return True if a rank got a signal to end at or before the time ``at``.
 
     The mapping contains the signals that the rank got: name -> unix time of the first arrival.
     """
-    return any(name in _ENDING and since <= at for name, since in told.items())
+    return any(name in _ENDING and since <= at for name, since in signalled.items())
 
 
 def blameless_signal(signal: str | None, traceback: str | None) -> bool:
@@ -271,13 +271,15 @@ def first_failure(attempt: Path, *, running: bool = False) -> Failure | None:
     return next(iter(failures(attempt, running=running)), None)
 
 
-def all_told(attempt: Path) -> bool:
+def all_signalled(attempt: Path) -> bool:
     """Return True if ranks failed, but each of them only after a signal to end.
 
     In this case no rank was the cause.
     """
     failed = [record for record in records(attempt) if record.get("exit") != 0]
-    return bool(failed) and all(_was_told(_failure(attempt, record), record) for record in failed)
+    return bool(failed) and all(
+        _was_signalled(_failure(attempt, record), record) for record in failed
+    )
 
 
 def wrong_on(attempt: Path) -> tuple[str, ...]:
@@ -288,8 +290,8 @@ def wrong_on(attempt: Path) -> tuple[str, ...]:
     hosts = {str(record.get("host")): False for record in records(attempt)}
     for record in records(attempt):
         hosts[str(record.get("host"))] |= record.get("exit") == Exit.WRONG_INPUT
-    said = tuple(host for host, wrong in hosts.items() if wrong)
-    return said if len(said) < len(hosts) else ()
+    affected = tuple(host for host, wrong in hosts.items() if wrong)
+    return affected if len(affected) < len(hosts) else ()
 
 
 def last_stamp(log: Path) -> float | None:
@@ -308,7 +310,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
     )
     if error and blameless_signal(by, record.get("traceback")):
         by = None
-    said = {
+    messages = {
         "rank": rank,
         "host": str(record.get("host")),
         "exit": code,
@@ -319,7 +321,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
         seen = last_stamp(rank_log(attempt, rank)) or record.get("started") or 0.0
         message = "its process vanished without a report: killed from outside, or its node failed"
         return Failure(
-            **said, message=message, kind="lost", time=seen, lost_peer=False, reported=False
+            **messages, message=message, kind="lost", time=seen, lost_peer=False, reported=False
         )
     if error:
         message = f"{error} ({by})" if by and by not in error else error
@@ -334,7 +336,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
     kind = kind_of(error or "", code, by)
     at = float(record.get("error_time") or record["ended"])
     return Failure(
-        **said,
+        **messages,
         message=message,
         kind=kind,
         time=at,
@@ -345,7 +347,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
 
 def _order(failure: Failure, record: dict[str, Any]) -> int:
     """Return the sort key of a failure. It is smaller for a likelier cause."""
-    if _was_told(failure, record):
+    if _was_signalled(failure, record):
         return 4
     if failure.lost_peer:
         return 3
@@ -354,8 +356,8 @@ def _order(failure: Failure, record: dict[str, Any]) -> int:
     return 0 if failure.reported or failure.signal else 1
 
 
-def _was_told(failure: Failure, record: dict[str, Any]) -> bool:
+def _was_signalled(failure: Failure, record: dict[str, Any]) -> bool:
     """Return True if a rank got a signal to end before it failed."""
-    return told_to_end(
+    return signalled_to_end(
         record.get("told") or {}, failure.time if record.get("ended") is not None else math.inf
     )

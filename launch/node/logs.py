@@ -241,9 +241,9 @@ class Source:
         source's time range, or if it is a supervisor's line in Slurm's file.
         """
         raw = raw.rstrip(b"\r\n")
-        if self.of_slurm and (told := _SUPERVISOR.match(raw)):
+        if self.of_slurm and (match := _SUPERVISOR.match(raw)):
             # the line has no fraction of the second
-            return time.mktime(time.strptime(told[1].decode(), "%Y-%m-%d %H:%M:%S")) + 1.0, None
+            return time.mktime(time.strptime(match[1].decode(), "%Y-%m-%d %H:%M:%S")) + 1.0, None
         stamp = None if self.of_slurm else _STAMP.match(raw)
         at, text = (float(stamp[1]), raw[stamp.end() :]) if stamp else (otherwise, raw)
         if not self.since <= at < self.until:

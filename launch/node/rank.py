@@ -36,7 +36,13 @@ from fem_common.signals import PDEATHSIG, PTRACER, SUBREAPER, prctl, signal_name
 from fem_common.text import counted
 from launch.job import rank_log, rank_record, write_json
 from launch.node import caches, stacks
-from launch.node.failures import Findings, blameless_signal, killed_for_memory, kind_of, told_to_end
+from launch.node.failures import (
+    Findings,
+    blameless_signal,
+    killed_for_memory,
+    kind_of,
+    signalled_to_end,
+)
 from launch.node.logs import Scribe
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -248,7 +254,7 @@ class Keeper:
         code = 128 - child.returncode if child.returncode < 0 else child.returncode
         found = self._findings.cause(by) if code else None
         error = found.message if found else None
-        if oom_kills(self._oom_counter) > self._oom_kills and not told_to_end(
+        if oom_kills(self._oom_counter) > self._oom_kills and not signalled_to_end(
             self._told, self._child_ended
         ):
             error = killed_for_memory(error, code) or error
@@ -401,13 +407,13 @@ def _wait_for_children(
     number: signal to send once to each child; None: no signal. meanwhile: called repeatedly during
     the wait.
     """
-    end, told = time.monotonic() + seconds, set[int]()
+    end, signalled = time.monotonic() + seconds, set[int]()
     while children := _children():
         if number is not None:
-            for pid in {*children} - told:
+            for pid in {*children} - signalled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-                told.add(pid)
+                signalled.add(pid)
         meanwhile()
         if time.monotonic() > end:
             break
@@ -415,7 +421,7 @@ def _wait_for_children(
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-    return len(told)
+    return len(signalled)
 
 
 if __name__ == "__main__":

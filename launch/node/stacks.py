@@ -31,7 +31,7 @@ def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
     status = _status(pid)
     waits = _read(f"/proc/{pid}/wchan").strip("0 \n")
     state = status.get("State", "gone")
-    said = [
+    messages = [
         f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}, process {pid}: {state}",
         f"waits in the kernel in {waits}" if waits else None,
         _ask_nccl(rank, environ),
@@ -41,8 +41,8 @@ def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
     if int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1:
         # Without a handler the signal would end the process.
         os.kill(pid, signal.SIGUSR2)
-        said.append("SIGUSR2 was sent: Python's own stacks are in the rank's log")
-    return "\n".join(filter(None, said)) + "\n"
+        messages.append("SIGUSR2 was sent: Python's own stacks are in the rank's log")
+    return "\n".join(filter(None, messages)) + "\n"
 
 
 def stopped_ranks(folder: Path) -> list[int]:
@@ -73,15 +73,15 @@ def _py_spy(pid: int, *, stopped: bool) -> str:
 
     stopped: the process is stopped, by SIGSTOP or a debugger.
     """
-    beside = Path(sys.executable).with_name("py-spy")
-    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    program_path = Path(sys.executable).with_name("py-spy")
+    program = str(program_path) if program_path.exists() else shutil.which("py-spy")
     if program is None:
         return "py-spy is not installed for this interpreter: no stacks"
     try:
         # A stopped process cannot be paused, and stacks read without a pause can be inconsistent.
         # Then try the other mode.
-        said = _run_py_spy(program, pid, pause=not stopped)
-        return said if said.startswith("Process") else _run_py_spy(program, pid, pause=stopped)
+        output = _run_py_spy(program, pid, pause=not stopped)
+        return output if output.startswith("Process") else _run_py_spy(program, pid, pause=stopped)
     except subprocess.TimeoutExpired:
         return f"py-spy did not answer within {SECONDS / 2:.0f} s"
     except OSError as error:

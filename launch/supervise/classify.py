@@ -15,7 +15,13 @@ from typing import Any
 
 from fem_common.exits import Exit
 from launch.job import TAIL_BYTES, last_bytes, last_lines
-from launch.node.failures import OUT_OF_MEMORY, all_told, first_failure, killed_for_memory, wrong_on
+from launch.node.failures import (
+    OUT_OF_MEMORY,
+    all_signalled,
+    first_failure,
+    killed_for_memory,
+    wrong_on,
+)
 from launch.node.failures import Failure as RankFailure
 from launch.supervise.policy import Failure
 from launch.supervise.run_files import RunState, has_stepped
@@ -145,12 +151,14 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
         return Failure("node", f"{node} is down: {why}", host=node, **end)
     if first is None:
         signal = _SIGNALS.get(seen.code or 0)
-        said = agents_words(folder)
+        agent_text = agents_words(folder)
         message = (
             f"no rank reports a cause; the launcher ended with {signal or f'code {seen.code}'}"
         )
         return Failure(
-            "lost" if signal else "exit", f"{message}: {said}" if said else message, **end
+            "lost" if signal else "exit",
+            f"{message}: {agent_text}" if agent_text else message,
+            **end,
         )
     if first.kind == "config" and len(hosts := wrong_on(folder)) == 1:
         message = (
@@ -174,7 +182,7 @@ def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> s
         words = killed_for_memory(None, Exit.KILLED) if seen.code else None
     elif OUT_OF_MEMORY in first.message:  # found by the rank's keeper
         return first.message
-    elif first.kind in ("config", "diverged", "busy") or all_told(folder):
+    elif first.kind in ("config", "diverged", "busy") or all_signalled(folder):
         return None
     else:
         words = killed_for_memory(

@@ -143,12 +143,12 @@ class Notifier:
                     continue
                 self._hooks.remove((process, output, end))
                 output.seek(0)
-                said = output.read().decode(errors="replace").strip().splitlines() or ["no output"]
+                lines = output.read().decode(errors="replace").strip().splitlines() or ["no output"]
                 output.close()
                 if late:
                     yield f"notify.command did not end within {SECONDS:g} s"
                 elif process.returncode:
-                    yield f"notify.command ended with {process.returncode}: {said[-1]}"
+                    yield f"notify.command ended with {process.returncode}: {lines[-1]}"
             if time.monotonic() >= until:
                 break
             time.sleep(0.05)

@@ -139,7 +139,7 @@ class Supervisor:
             if self.signals.any:  # received during the check
                 outcome = "cancelled" if self._stop_wish() else "saved"
                 return self._close(record, Observed(0, before, before, told=True), outcome=outcome)
-            self._tell_start(attempt, before)
+            self._report_start(attempt, before)
             seen = Watch(attempt, self.place, self.signals, self.journal, self._stop_wish).run(
                 before, show=self.show
             )
@@ -183,7 +183,7 @@ class Supervisor:
             self.journal.say(f"{node} fails its check: {'; '.join(found)}")
         return faults
 
-    def _tell_start(self, attempt: Attempt, before: RunState) -> None:
+    def _report_start(self, attempt: Attempt, before: RunState) -> None:
         """Report the start of an attempt."""
         ranks = counted(self.job.world_size, "rank")
         where = f"on {', '.join(attempt.nodes)}" + (
@@ -215,15 +215,15 @@ class Supervisor:
         )
         record.save()
         self.records.append(record)
-        self._tell_end(record, seen)
+        self._report_end(record, seen)
         return seen
 
-    def _tell_end(self, record: Record, seen: Observed) -> None:
+    def _report_end(self, record: Record, seen: Observed) -> None:
         """Report the end of an attempt."""
-        said = (
+        text = (
             seen.after.message if fresh(seen) and record.outcome in ("finished", "saved") else None
         )
-        about = describe(record.failure) if record.failure else said
+        about = describe(record.failure) if record.failure else text
         at = (
             f" at step {record.step_end}"
             if record.step_end is not None and not record.failure
@@ -327,27 +327,30 @@ class Supervisor:
 
         If the requeue succeeds, Slurm ends this process and the method does not return.
         """
-        told, number, pause = f"back to the queue: {reason}", 0, REQUEUE_SECONDS
+        message, number, pause = f"back to the queue: {reason}", 0, REQUEUE_SECONDS
         while number < REQUEUE_TRIES:
             if (stop := self._stop_wish(ask=True)) is not None:
                 return self._end_without_attempt(stop)
             self.journal.state("requeued", reason)
-            self.journal.say(told)
+            self.journal.say(message)
             self.journal.settle(0.0 if self.signals.ends else HOOK_SECONDS)
             try:
                 self.place.requeue(self._excluded())
-                number, told = number + 1, "Slurm accepted the requeue, but this process still runs"
+                number, message = (
+                    number + 1,
+                    "Slurm accepted the requeue, but this process still runs",
+                )
             except Unreachable as error:
-                told = f"the requeue must wait: {error}"
+                message = f"the requeue must wait: {error}"
                 number += bool(self.signals.ends)
                 pause = min(1.5 * pause, REQUEUE_MAX_SECONDS)
             except PlaceError as error:
                 number += 1
-                told = f"the requeue failed ({number} of {REQUEUE_TRIES}): {error}"
+                message = f"the requeue failed ({number} of {REQUEUE_TRIES}): {error}"
             time.sleep(REQUEUE_SECONDS if self.signals.ends else pause)
-        self.journal.say(told)
-        self.journal.state("stopped", told)
-        self.journal.event("stopped", told)
+        self.journal.say(message)
+        self.journal.state("stopped", message)
+        self.journal.event("stopped", message)
         return Exit.FAULT
 
     def _excluded(self) -> list[str]:

@@ -131,13 +131,15 @@ class SlurmPlace(Place):
         if code is None:
             step.kill(10.0)
         reports = read_reports(folder, attempt.nodes)
-        said = "".join(last_lines(folder / "srun.log"))
+        output = "".join(last_lines(folder / "srun.log"))
         if code and not any(report.time for report in reports.values()):
             # srun itself failed, so no node is to blame.
             silence = next(fault for report in reports.values() for fault in report.faults)
-            raise PlaceError(f"the nodes cannot be checked: {f'srun: {said}' if said else silence}")
+            raise PlaceError(
+                f"the nodes cannot be checked: {f'srun: {output}' if output else silence}"
+            )
         return {
-            node: [*report.faults, *([f"srun: {said}"] if said and not report.time else [])]
+            node: [*report.faults, *([f"srun: {output}"] if output and not report.time else [])]
             for node, report in reports.items()
         }
 

@@ -241,7 +241,7 @@ def _leave(situation: Situation, why: str) -> Decision:
 def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) -> Decision:
     """Return the decision after a failed attempt."""
     failure, count = recent[-1].failure, failures_since_progress(recent)
-    told = describe(failure)
+    description = describe(failure)
     again, anywhere = repetitions(recent), repetitions(recent, anywhere=True)
     elsewhere = (
         failure is not None
@@ -250,35 +250,36 @@ def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) 
         and situation.can_requeue
     )
     if limits.same_failure and again >= limits.same_failure and not elsewhere:
-        return _give_up(f"the same failure {again} times in a row, at the same step: {told}")
+        return _give_up(f"the same failure {again} times in a row, at the same step: {description}")
     if count > limits.max_failures:
         allowed = f"(restarts.max_failures: {limits.max_failures})"
         return _give_up(
             f"{count} failure{'s' * (count > 1)} without a new checkpoint {allowed}; the last: "
-            f"{told}"
+            f"{description}"
         )
     if anywhere >= max(2, limits.max_failures):
-        return _give_up(f"the same failure {anywhere} times in a row: {told}")
+        return _give_up(f"the same failure {anywhere} times in a row: {description}")
     leave = _nodes_to_leave(recent, limits, situation)
     if not situation.can_requeue and leave.keys() & situation.unhealthy.keys():
-        return _give_up(f"this machine fails its check: {told}")
+        return _give_up(f"this machine fails its check: {description}")
     if leave and situation.can_requeue:
         return Decision(
             "requeue",
-            f"{told}; from now on without {', '.join(leave)}",
+            f"{description}; from now on without {', '.join(leave)}",
             exclude=tuple(leave),
             cordon=leave,
         )
     if situation.down and situation.can_requeue:
-        return Decision("requeue", told)
+        return Decision("requeue", description)
     if elsewhere and limits.same_failure and again >= limits.same_failure:
         return Decision(
-            "requeue", f"{told}; {again} times before the first step: other nodes may do better"
+            "requeue",
+            f"{description}; {again} times before the first step: other nodes may do better",
         )
     return (
-        _leave(situation, told)
+        _leave(situation, description)
         if situation.ending
-        else Decision("restart", told, back_off(count, limits))
+        else Decision("restart", description, back_off(count, limits))
     )
 
 

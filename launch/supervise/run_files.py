@@ -44,7 +44,7 @@ def read_state(directory: Path) -> RunState:
     """Read the state of the run in a directory from its own files."""
     progress = read(directory / "progress.json") or {}
     metrics, size = directory / "metrics.jsonl", 0
-    said = step if isinstance(step := progress.get("step"), int) else None
+    last_step = step if isinstance(step := progress.get("step"), int) else None
     with suppress(OSError):
         size = metrics.stat().st_size
     last = next(
@@ -53,12 +53,12 @@ def read_state(directory: Path) -> RunState:
     )
     return RunState(
         state=progress.get("state"),
-        step=max((step for step in (said, last) if step is not None), default=None),
+        step=max((step for step in (last_step, last) if step is not None), default=None),
         checkpoint=newest_checkpoint(directory),
         message=progress.get("message"),
         writer=(progress.get("host"), progress.get("pid"), progress.get("time")),
         metrics=size,
-        said=said,
+        said=last_step,
     )
 
 
@@ -150,12 +150,12 @@ class Record:
 
     def decided(self, decision: Decision) -> Record:
         """Return a copy of the record with the decision, after writing it to attempt.json."""
-        told = {
+        written = {
             "action": decision.action,
             "delay_seconds": decision.delay_seconds,
             "exclude": list(decision.exclude),
         }
-        record = replace(self, decision={**told, "reason": decision.reason})
+        record = replace(self, decision={**written, "reason": decision.reason})
         record.save()
         return record
 
@@ -211,7 +211,7 @@ KEPT_FIRST, KEPT_LAST = 5, 20
 PRUNE_SECONDS = 10.0  # limit, so that no attempt is delayed; the next call continues
 
 
-def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
+def prune(found: Sequence[Record], report: Callable[[str], None]) -> list[Record]:
     """Remove the files of old attempts except attempt.json, and return the updated records.
 
     found: records of all attempts. The first and the last attempts remain complete.
@@ -243,7 +243,7 @@ def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
         except FileNotFoundError:  # another process removes it, too
             continue
         except OSError as error:
-            say(f"the files of attempt {record.attempt} cannot be removed: {reason(error)}")
+            report(f"the files of attempt {record.attempt} cannot be removed: {reason(error)}")
     return kept
 
 
@@ -295,10 +295,10 @@ def keep_inputs(job: Job, item: Item, folder: Path, environment: Mapping[str, st
         if source.is_file():
             shutil.copyfile(source, folder / source.name)
     harmless = secrets.harmless_environment(environment)
-    told = {
+    record = {
         "python": platform.python_version(),
         "host": platform.node(),
         "command": [job.python, *item.arguments],
         "environment": harmless,
     }
-    write_json(folder / "environment.json", told)
+    write_json(folder / "environment.json", record)

@@ -17,7 +17,7 @@ from typing import Any
 
 from fem_common.signals import taken
 from launch.job import rank_log
-from launch.node.failures import all_told
+from launch.node.failures import all_signalled
 from launch.node.logs import Source, Tail
 from launch.node.rank import oom_counter, oom_kills
 from launch.node.stacks import stopped_ranks
@@ -151,7 +151,7 @@ class Watch:
         self._stop = stop  # returns why a user stopped the item, or None
         self._is_run = attempt.job.kind == "run"
         self._directory = attempt.item.path
-        self._told_at: float | None = None
+        self._signalled_at: float | None = None
         self._ended_at: float | None = None
 
     def run(self, before: RunState, *, show: bool) -> Observed:
@@ -179,23 +179,23 @@ class Watch:
         well = code == 0 or (
             after.writer != before.writer and after.state in ("complete", "stopped")
         )
-        told = (
+        message = (
             not well
             and self.place.can_requeue
             and (hang is None or cut)
-            and all_told(self.attempt.folder)
+            and all_signalled(self.attempt.folder)
         )
         taken = (
             not well
             and not cancelled
             and (hang is None or cut)
-            and taken_away(self.place, self.signals, told=told)
+            and taken_away(self.place, self.signals, told=message)
         )
         return Observed(
             code,
             before,
             after,
-            told=self._told_at is not None,
+            told=self._signalled_at is not None,
             hang=hang,
             down={}
             if code == 0
@@ -204,7 +204,7 @@ class Watch:
                 for node, why in self.place.down_nodes().items()
                 if node in self.attempt.nodes
             },
-            cancelled=cancelled or (told and self.place.cancelled()),
+            cancelled=cancelled or (message and self.place.cancelled()),
             taken=taken,
             oom_kill=oom_kills(counter) > kills,
             limit=memory_limit(self.attempt.job.profile, self.attempt.environment),
@@ -254,13 +254,13 @@ class Watch:
         """
         if not self.signals.any:
             return False
-        if self._told_at is None:
+        if self._signalled_at is None:
             what = "saving" if self._is_run else "ending"
             self.journal.say(f"{self.signals.describe()}: {what}")
             self.journal.state("saving", f"{self.signals.describe()}: {what}")
             watchdog.tell()
-        if self._told_at is None or now - self._told_at >= REPEAT_SECONDS:
-            self._told_at = now
+        if self._signalled_at is None or now - self._signalled_at >= REPEAT_SECONDS:
+            self._signalled_at = now
             running.signal(signal.SIGUSR1 if self._is_run else signal.SIGTERM)
         if not self.signals.ends:
             return False
@@ -323,8 +323,8 @@ def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:
     """
     if not place.can_requeue:
         return False
-    said = place.taken()
-    return said is True or (said is None and (bool(signals.ends) or told))
+    reason = place.taken()
+    return reason is True or (reason is None and (bool(signals.ends) or told))
 
 
 def _show(tail: Tail | None) -> None:

@@ -155,11 +155,11 @@ def this_machine(options: Sequence[str]) -> Iterator[Check]:
         [sys.executable, "-m", "tools.machine", *options], stdout=subprocess.PIPE, text=True
     ) as child:
         for line in child.stdout or ():
-            said = json.loads(line)
-            if isinstance(said, list):
-                compiling(*said)
+            record = json.loads(line)
+            if isinstance(record, list):
+                compiling(*record)
             else:
-                yield Check(**said)
+                yield Check(**record)
     if child.returncode:
         yield Check("FAILED", "machine", f"the checking process ended with {child.returncode}")
 
@@ -339,7 +339,7 @@ def trial_nodes(profile: Profile, wanted: int | None) -> int:
         return wanted
     names = set((profile.slurm.partition or "").split(",")) - {""}
     known = [node for node in slurm.all_nodes() if not names or names & set(node.partitions)]
-    gpus, away = checks.gpus_asked(profile), slurm.hosts(profile.slurm.exclude)
+    gpus, away = checks.requested_gpus(profile), slurm.hosts(profile.slurm.exclude)
     fit = [
         node for node in known if node.in_service and node.gpus >= gpus and node.name not in away
     ]

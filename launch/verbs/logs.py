@@ -46,18 +46,18 @@ def blame(item: Item, wanted: str | None = None) -> Iterator[str]:
     wanted: None for the last attempt that failed, "all", or the number of an attempt.
     """
     there = attempts(item.path)
-    told = list[str]()
+    lines = list[str]()
     for attempt in reversed(there) if wanted is None else _chosen(there, wanted):
         text = _attempt(item, attempt)
         if text:
             yield text
-            told.append(text)
+            lines.append(text)
             if wanted is None:
                 break
     stop = read_json(item.launch / "stop.json")
-    if stop and (told or stop.get("why") == "gave up"):
+    if stop and (lines or stop.get("why") == "gave up"):
         message = stop.get("message") or "no reason given"
-        if not any(message in text for text in told):
+        if not any(message in text for text in lines):
             yield f"{item.name}: {stop.get('why')}: {message}"
 
 
@@ -65,18 +65,18 @@ def _attempt(item: Item, attempt: Path) -> str | None:
     """Return a description of an attempt's failure, or None if it did not fail."""
     record = read_json(attempt / "attempt.json") or {}
     failed = failures(attempt, running=not record.get("ended"))
-    told: dict[str, Any] = record.get("failure") or {}
-    if not told and (
+    failure: dict[str, Any] = record.get("failure") or {}
+    if not failure and (
         not failed or record.get("outcome") in ("finished", "saved", "cancelled", "busy")
     ):
         return None
-    after = f" after step {told['step']}" if told.get("step") is not None else ""
+    after = f" after step {failure['step']}" if failure.get("step") is not None else ""
     lines = [
         f"{item.name}, attempt {int(attempt.name)} ({record.get('outcome') or 'running'}{after}):"
     ]
-    by_rank = bool(failed) and told.get("kind") not in ("hang", "health")
-    if told and not (by_rank and told.get("message") == failed[0].message):
-        lines.append(f"  {told.get('kind')}: {told.get('message')}")
+    by_rank = bool(failed) and failure.get("kind") not in ("hang", "health")
+    if failure and not (by_rank and failure.get("message") == failed[0].message):
+        lines.append(f"  {failure.get('kind')}: {failure.get('message')}")
     if by_rank:
         lines += _first(attempt, failed)
     if record.get("removed"):
@@ -99,8 +99,8 @@ def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
     yield f"  {word}: rank {first.rank} on {first.host} at {clock}: {first.message}"
     last = Follower(lambda: rank_sources(attempt, {first.rank}), LAST_LINES)
-    said = first.traceback.splitlines() if first.traceback else [line.text for line in last.read()]
-    yield from (f"    {line}" for line in said)
+    shown = first.traceback.splitlines() if first.traceback else [line.text for line in last.read()]
+    yield from (f"    {line}" for line in shown)
     for failure in rest[:FOLLOWERS]:
         who, later = f"rank {failure.rank} on {failure.host}", failure.time - first.time
         yield (

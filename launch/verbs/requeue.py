@@ -127,10 +127,10 @@ def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> 
         _allow(job, standing.index)
         if standing.pid is not None:
             os.kill(standing.pid, signal.SIGUSR1)
-            told = "saves and starts again"
+            effect = "saves and starts again"
         else:
-            told = _restart_on_slurm(job, standing, str(standing.job_id), named)
-        print(f"{job.items[standing.index].name}: {standing.where} {told}")
+            effect = _restart_on_slurm(job, standing, str(standing.job_id), named)
+        print(f"{job.items[standing.index].name}: {standing.where} {effect}")
 
 
 def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence[str]) -> str:

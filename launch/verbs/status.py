@@ -188,22 +188,22 @@ def _word(
     state: contents of state.json. stop: contents of stop.json, or None. job_id: the id under which
     Slurm reports the item, or None. The message is empty if the state needs no explanation.
     """
-    said, found, silent = state.get("state"), queue.states.get(job_id or ""), queue.silent
-    if said == "finished":
-        return said, ""
+    state_word, found, silent = state.get("state"), queue.states.get(job_id or ""), queue.silent
+    if state_word == "finished":
+        return state_word, ""
     if found is not None and found.active:
-        return _in_queue(job, said, state, found)
-    if said in (*AT_WORK, "requeued") and job.on_slurm and silent:
-        return f"{said}?", ""
-    if said in AT_WORK and not job.on_slurm:
+        return _in_queue(job, state_word, state, found)
+    if state_word in (*AT_WORK, "requeued") and job.on_slurm and silent:
+        return f"{state_word}?", ""
+    if state_word in AT_WORK and not job.on_slurm:
         if process_of(state) is not None:
-            return str(said), ""
+            return str(state_word), ""
         if state.get("host") and state["host"] != socket.gethostname():
-            return f"{said}?", f"on {state['host']}, which is not visible from this host"
-    if stop is not None or said in OVER:
-        why = "cancelled" if "cancelled" in (said, (stop or {}).get("why")) else "stopped"
+            return f"{state_word}?", f"on {state['host']}, which is not visible from this host"
+    if stop is not None or state_word in OVER:
+        why = "cancelled" if "cancelled" in (state_word, (stop or {}).get("why")) else "stopped"
         return why, str((stop or {}).get("message") or "")
-    if said is not None:
+    if state_word is not None:
         gone = (
             f"job {job_id}: {found.state}"
             if found
@@ -219,11 +219,13 @@ def _word(
 
 
 def _in_queue(
-    job: Job, said: str | None, state: Mapping[str, Any], found: slurm.QueueState
+    job: Job, state_word: str | None, state: Mapping[str, Any], found: slurm.QueueState
 ) -> tuple[str, str]:
     """Return (state in one word, message) of a job that Slurm lists as active."""
     if found.state == "PENDING":
-        told = f"{state['message']}; " if said == "requeued" and state.get("message") else ""
+        prefix = (
+            f"{state['message']}; " if state_word == "requeued" and state.get("message") else ""
+        )
         if found.reason == "BadConstraints":
             why = (
                 "cannot start: too few nodes meet its requirements and are not excluded "
@@ -232,13 +234,13 @@ def _in_queue(
             return (
                 "queued",
                 (
-                    f"{told}{why}; `python -m launch requeue {shlex.quote(job.directory)}` reads "
+                    f"{prefix}{why}; `python -m launch requeue {shlex.quote(job.directory)}` reads "
                     "the cordon file again"
                 ),
             )
-        return "queued", f"{told}waits: {found.reason or 'not considered yet'}"
+        return "queued", f"{prefix}waits: {found.reason or 'not considered yet'}"
     if found.state == "RUNNING":
-        return (str(said), "") if said in AT_WORK else ("starting", "")
+        return (str(state_word), "") if state_word in AT_WORK else ("starting", "")
     return found.state.lower(), ""
 
 

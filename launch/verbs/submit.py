@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fem_common import secrets
 from fem_common.errors import UserError
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 from fem_common.text import ranges
 from launch.cluster import slurm
 from launch.cluster.profile import load_profile
@@ -53,24 +53,24 @@ def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
         UserError: a word has another form; the job of a directory is neither finished nor in the
             queue; or a job has ended in a way after which a dependent job would never start.
     """
-    told: list[str] = []
+    notes: list[str] = []
     for word in words:
         if re.fullmatch(r"\d+(_\d+)?", word):
             if ask:
                 _check("afterok", word, word)
-            told.append(f"afterok:{word}")
+            notes.append(f"afterok:{word}")
         elif all(WRITTEN.fullmatch(part) for part in word.split(",")):
             for kind, *ids in (part.split(":") for part in word.split(",")):
                 for job_id in ids if ask and kind in _NEVER else ():
                     _check(kind, job_id.partition("+")[0], f"{kind}:{job_id}")
-            told.append(word)
+            notes.append(word)
         elif Path(word).is_dir():
-            told += _of_directory(word, ask)
+            notes += _of_directory(word, ask)
         else:
             raise UserError(
                 f"--dependency {word}: neither a job's id, nor afterok:ID, nor a directory"
             )
-    return ",".join(dict.fromkeys(told)) or None
+    return ",".join(dict.fromkeys(notes)) or None
 
 
 # Kind of a dependency -> the end of the first job after which the dependent job would never start.
@@ -113,15 +113,15 @@ def _of_directory(directory: str, ask: bool) -> list[str]:
     for item in chosen:
         if item.kind != "active" or item.job_id is None:
             kind = "not under way" if item.kind == "idle" else item.kind
-            told = (
+            description = (
                 f"runs as {item.where}, which Slurm does not manage"
                 if item.kind == "active"
                 else f"is {kind} ({item.message})"
             )
             where = job.items[item.index].directory
             raise UserError(
-                f"--dependency {directory}: {where} {told.removesuffix(' ()')}; a job after it "
-                "would never start: submit it first"
+                f"--dependency {directory}: {where} {description.removesuffix(' ()')}; a job after "
+                "it would never start: submit it first"
             )
     ids = [
         str(item.job_id) if len(items) < len(job.items) else str(item.job_id).partition("_")[0]
@@ -223,7 +223,7 @@ def submit(asked: Wanted, request: Request) -> int:
     with locked(asked.job.path):
         draft = settle(asked, update=request.update)
         if not draft.ready:
-            return _nothing_to_do(draft, parsable=request.parsable)
+            return _report_no_start(draft, parsable=request.parsable)
         if after is None:
             refuse_without_data(draft, "; if another job creates it: --dependency JOB")
         exclude = excluded(draft.job, request.exclude)
@@ -261,7 +261,7 @@ def send(
     """
     array = array_words(items, at_once) if job.array else None
     script = render(job, dependency=after, array=array, exclude=exclude)
-    write_whole(job.script, script, synced=False)
+    write_atomically(job.script, script, synced=False)
     if logs := job.profile.get("logs"):
         Path(logs).mkdir(parents=True, exist_ok=True)
     try:
@@ -325,7 +325,7 @@ def _plan(asked: Wanted, request: Request, *, ask: bool) -> str:
     return f"{plan.describe(draft, request, exclude, after)}\n--- {draft.job.script}\n{script}"
 
 
-def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:
+def _report_no_start(draft: Draft, *, parsable: bool) -> int:
     """Print why no item starts. Return 0 if all requested items are finished or active.
 
     Raises:

@@ -166,10 +166,10 @@ def run_name(words: Sequence[str]) -> str:
 
     Overrides that are too long or contain special characters are shortened, and a hash is added.
     """
-    told = ",".join(words)
-    plain = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", told)
-    if plain == told and len(told) <= LONGEST:
-        return told
+    name = ",".join(words)
+    plain = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", name)
+    if plain == name and len(name) <= LONGEST:
+        return name
     return (
         f"{plain[:LONGEST]}"
         f"-{hashlib.sha256(shlex.join(words).encode(errors='surrogateescape')).hexdigest()[:8]}"

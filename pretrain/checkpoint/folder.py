@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from fem_common.errors import MISTAKES, ConfigError
-from fem_common.files import sha256, sync_file, sync_folder, write_whole
+from fem_common.files import sha256, sync_file, sync_folder, write_atomically
 from pretrain.checkpoint.manifest import NewerVersion, fault
 
 MANIFEST = "manifest.json"
@@ -123,15 +123,15 @@ class Found:
     @property
     def progress(self) -> Progress:
         """The trainer's state that the manifest records."""
-        told = self.manifest["progress"]
+        raw = self.manifest["progress"]
         # An older manifest records only this one change.
-        begin = [(told["begin_step"], told["begin_samples"])] if told.get("begin_step") else []
-        told = told | {
+        begin = [(raw["begin_step"], raw["begin_samples"])] if raw.get("begin_step") else []
+        raw = raw | {
             "batch_changes": tuple(
-                (step, samples) for step, samples in told.get("batch_changes", begin)
+                (step, samples) for step, samples in raw.get("batch_changes", begin)
             )
         }
-        return Progress(**told | {key: tuple(told.get(key, ())) for key in ("recent", "rewound")})
+        return Progress(**raw | {key: tuple(raw.get(key, ())) for key in ("recent", "rewound")})
 
     @property
     def inherited(self) -> Inherited:
@@ -205,10 +205,10 @@ class HashedFile(io.BufferedWriter):
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         super().__exit__(kind, *rest)
         if kind is None:
-            hash_beside(self._path).write_text("\n".join((self._hash.hexdigest(), *self._parts)))
+            hash_file_of(self._path).write_text("\n".join((self._hash.hexdigest(), *self._parts)))
 
 
-def hash_beside(path: Path) -> Path:
+def hash_file_of(path: Path) -> Path:
     """Return the path of the file with hashes that a `HashedFile` at ``path`` writes.
 
     For checkpoints, `publish_step` moves the hashes into the manifest and deletes the file.
@@ -241,7 +241,7 @@ def damaged_files(path: Path, advance: Callable[[int], object]) -> Iterator[tupl
             yield name, f"{name} does not match the hash taken while it was written"
 
 
-def damaged_beside(folder: Path, advance: Callable[[int], object]) -> Iterator[str]:
+def hash_mismatches(folder: Path, advance: Callable[[int], object]) -> Iterator[str]:
     """Yield an error text for each file of a folder that does not match its separate hash file.
 
     The weights of an export have separate hash files. ``advance`` is called with the number of
@@ -250,9 +250,9 @@ def damaged_beside(folder: Path, advance: Callable[[int], object]) -> Iterator[s
     Raises:
         OSError: a file system failed, or a hashed file is missing.
     """
-    for beside in sorted(folder.glob(f"*.{HASHES}")):
-        if hash_of(beside.with_suffix(""), advance) != beside.read_text():
-            yield f"{beside.stem} does not match the hash taken while it was written"
+    for sums in sorted(folder.glob(f"*.{HASHES}")):
+        if hash_of(sums.with_suffix(""), advance) != sums.read_text():
+            yield f"{sums.stem} does not match the hash taken while it was written"
 
 
 def hashes_of(path: Path) -> dict[str, str]:
@@ -304,7 +304,7 @@ def find(path: Path) -> Found:
 
 
 def newest_good(
-    folder: Path, damaged: dict[Path, str], say: Say = lambda text: None
+    folder: Path, damaged: dict[Path, str], log: Say = lambda text: None
 ) -> Found | None:
     """Return the newest undamaged checkpoint in ``folder``, or None if it has none.
 
@@ -325,7 +325,7 @@ def newest_good(
         if wrong is None:
             return Found.at(path)
         damaged[path] = wrong
-        say(f"checkpoint {path} is damaged ({wrong}); passing over it")
+        log(f"checkpoint {path} is damaged ({wrong}); passing over it")
     return None
 
 
@@ -366,7 +366,7 @@ def rewind(step: Path) -> Found | None:
     for later in newest_first(step.parent):
         if later.name > step.name:
             _remove(later)
-    write_whole(step.parent / "latest", step.name + "\n")
+    write_atomically(step.parent / "latest", step.name + "\n")
     return Found.at(step)
 
 
@@ -419,7 +419,7 @@ def publish_step(
     sync_folder(temporary)
     os.rename(temporary, final)
     sync_folder(final.parent)
-    write_whole(final.parent / "latest", final.name + "\n")
+    write_atomically(final.parent / "latest", final.name + "\n")
     spared = (
         newest_before_bad_steps(final.parent)
         if manifest["progress"]["bad_steps_in_a_row"]

@@ -81,8 +81,8 @@ WEIGHTS_ALONE = "weights"
 class Checkpoints:
     """The checkpoints of one run. All ranks must call every method together."""
 
-    def __init__(self, folder: Path, config: RunConfig, say: Say) -> None:
-        self.folder, self.config, self.say = folder, config, say
+    def __init__(self, folder: Path, config: RunConfig, log: Say) -> None:
+        self.folder, self.config, self.say = folder, config, log
         # Called with the message of a failed save if training continues.
         self.alert: Say = lambda text: None
         self.inherited = Inherited(config.data.seq_length)
@@ -100,7 +100,7 @@ class Checkpoints:
         self.fetching = folder.parent / FETCHED
         url = mirror_of(config)
         self.mirror = (
-            Mirroring(config.checkpoint, url, folder.parent, say)
+            Mirroring(config.checkpoint, url, folder.parent, log)
             if url and self.rank == 0
             else None
         )
@@ -436,7 +436,7 @@ def write_tensors(
         if asynchronous and request.async_fn
         else request.async_fn
     )
-    return request._replace(async_fn=write, finalize_fns=[partial(_told_to_all, finish)])
+    return request._replace(async_fn=write, finalize_fns=[partial(_finish_on_all_ranks, finish)])
 
 
 def write_common(folder: Path, common: dict[str, Any]) -> None:
@@ -450,7 +450,7 @@ def write_common(folder: Path, common: dict[str, Any]) -> None:
     (folder / "common.pt").write_bytes(whole.getbuffer())
 
 
-def _told_to_all(finish: Callable[[], None]) -> None:
+def _finish_on_all_ranks(finish: Callable[[], None]) -> None:
     """Run ``finish``, the end of Megatron's save. Raise StorageError on all ranks if one failed."""
     why = ""
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 from fem_common.errors import ConfigError, StorageError
 from fem_common.exits import Exit
-from fem_common.files import sync_folder, write_whole
+from fem_common.files import sync_folder, write_atomically
 from pretrain import subprocesses
 from pretrain.checkpoint.folder import MIRROR_STATE, Say, newest_first, set_aside
 from pretrain.config import CheckpointConfig
@@ -97,10 +97,10 @@ class Mirroring:
             StorageError: the mirror is more than ``checkpoint.max_unsaved_steps`` behind ``step``.
         """
         self._check_sender()
-        limit, said = self.settings.max_unsaved_steps, self._state()
-        newest = self.began if said.get("newest") is None else int(said["newest"])
+        limit, state = self.settings.max_unsaved_steps, self._state()
+        newest = self.began if state.get("newest") is None else int(state["newest"])
         if limit is not None and step - newest > limit:
-            why = said.get("fault") or "it is too slow"
+            why = state.get("fault") or "it is too slow"
             raise StorageError(
                 f"checkpoint.mirror = {self.url} is {step - newest} steps behind "
                 f"(checkpoint.max_unsaved_steps = {limit}): {why}; the same command continues"
@@ -143,8 +143,8 @@ class Mirroring:
 
     def _state(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
-            said = json.loads((self.run_dir / MIRROR_STATE).read_text())
-            return said if isinstance(said, dict) else {}
+            state = json.loads((self.run_dir / MIRROR_STATE).read_text())
+            return state if isinstance(state, dict) else {}
         return {}
 
 
@@ -161,7 +161,7 @@ def take_in(run_dir: Path) -> None:
             set_aside(folder / step.name)
         step.rename(folder / step.name)
         sync_folder(folder)
-        write_whole(folder / "latest", step.name + "\n")
+        write_atomically(folder / "latest", step.name + "\n")
     for file in fetched.iterdir():
         if file.name == RUN_ID or not (run_dir / file.name).exists():
             os.replace(file, run_dir / file.name)

@@ -56,7 +56,7 @@ def kind_of(tensors: Mapping[str, object]) -> str:
     return "cuda" if "cuda" in tensors else "cpu"
 
 
-def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
+def restore_rng(read: Read, found: Found, config: RunConfig, log: Say) -> None:
     """Set this rank's random states to those in a checkpoint of the same layout.
 
     If the checkpoint was written on another kind of device, the states are seeded from
@@ -73,7 +73,7 @@ def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
     written, here = _written_on(found), kind_of(wanted)
     if written != here:
         platform.seed_rng(config.train.seed)
-        say(
+        log(
             f"random states are seeded from train.seed: {found.path} was written on {written}, "
             f"this run is on {here}"
         )

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from fem_common.errors import ConfigError, StorageError, reason, told
+from fem_common.errors import ConfigError, StorageError, from_os_error, reason
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron.platform import stored
 from pretrain.checkpoint.folder import find, parts_of
@@ -248,12 +248,12 @@ class CheckedReader(FileSystemReader):
             DamagedCheckpoint: the bytes differ from those that were written.
             OSError: a file system failed.
         """
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(1) as executor:
             compared = list[Future[None]]()
             for part, checksum, place in self._read(plan, planner):
                 if len(compared) > 1:
                     compared.pop(0).result()
-                compared.append(beside.submit(self.compare, part, checksum, place))
+                compared.append(executor.submit(self.compare, part, checksum, place))
             for last in compared:
                 last.result()
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -419,7 +419,7 @@ def read_common(step: Path) -> dict[str, Any]:
     try:
         common = torch.load(step / "common.pt", map_location="cpu", weights_only=True)
     except OSError as error:
-        raise told(error, f"checkpoint {step}: ") from None
+        raise from_os_error(error, f"checkpoint {step}: ") from None
     except _DAMAGE as error:
         raise ConfigError(
             f"checkpoint {step}: common.pt is damaged ({type(error).__name__})"

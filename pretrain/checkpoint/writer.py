@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fem_common.errors import files_told
+from fem_common.errors import convert_os_errors
 from fem_megatron.megatron.platform import stored
 from pretrain.checkpoint.folder import (
     TENSORS,
@@ -63,9 +63,11 @@ def save_weights(
         ConfigError: the folder cannot be written to.
         StorageError: a file system failed.
     """
-    told = {} if heldout_loss is None else {"heldout_loss": heldout_loss}
+    extra = {} if heldout_loss is None else {"heldout_loss": heldout_loss}
     return write_weights(
-        folder, weights, {**manifest_of(config, progress, {"data": content_key}, inherited), **told}
+        folder,
+        weights,
+        {**manifest_of(config, progress, {"data": content_key}, inherited), **extra},
     )
 
 
@@ -79,7 +81,7 @@ def write_weights(
     final = folder / f"step_{manifest['progress']['step']:08d}"
     temporary = folder / f"{WRITING}{final.name}"
     try:
-        with files_told():
+        with convert_os_errors():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             _write(temporary, weights)

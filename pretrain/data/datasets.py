@@ -87,7 +87,7 @@ def build_datasets(
     contents: Contents,
     train_samples: int,
     default_cache: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     reader: StoreReader,
     needs: Sequence[Mapping[str, int]] = (),
 ) -> Datasets:
@@ -121,7 +121,7 @@ def build_datasets(
     )
     kind = _kind(reader, PackedGPTDataset if config.data.packing == "best_fit" else GPTDataset)
     kind = _apart(kind, needs) if needs else kind
-    built = _fill(cache, kind, settings, sizes, say)
+    built = _fill(cache, kind, settings, sizes, log)
     train, valid, _ = _open(cache.folder, kind, settings, sizes)
     return Datasets(
         train, valid, train_samples, cache.folder, built, reader, Ends.of(config.data, eod_id)
@@ -144,11 +144,11 @@ class Ends:
     @classmethod
     def of(cls, data: DataConfig, eod_id: int) -> Ends | None:
         """Return the document handling from the configuration, or None if ends have no effect."""
-        apart = data.documents == "separate"
+        separate = data.documents == "separate"
         made = cls(
             eod_id,
-            apart,
-            apart if data.reset_positions is None else data.reset_positions,
+            separate,
+            separate if data.reset_positions is None else data.reset_positions,
             data.eod_loss,
         )
         return made if made.apart or made.positions or not made.loss else None
@@ -296,7 +296,7 @@ def _fill(
     kind: type[GPTDataset],
     settings: GPTDatasetConfig,
     sizes: Sequence[int],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> bool:
     """Build the index unless a complete one exists, and return True if it was built.
 
@@ -306,9 +306,9 @@ def _fill(
     if fault is None:
         return False
     if fault == NOT_THERE:
-        say(f"index cache {cache.folder}: building it, once for this data, seed and length")
+        log(f"index cache {cache.folder}: building it, once for this data, seed and length")
     else:
-        say(f"index cache {cache.folder}: {fault}; building it again")
+        log(f"index cache {cache.folder}: {fault}; building it again")
     started = time.monotonic()
     with ExitStack() as stack:
         folder = from_rank_0(lambda: stack.enter_context(cache.building()))
@@ -316,7 +316,7 @@ def _fill(
         # Other ranks may still be opening files in the folder, which is renamed next.
         torch.distributed.barrier()
         from_rank_0(lambda: cache.publish(folder))
-    say(f"index cache {cache.folder}: built in {time.monotonic() - started:.1f} s")
+    log(f"index cache {cache.folder}: built in {time.monotonic() - started:.1f} s")
     return True
 
 

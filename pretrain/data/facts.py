@@ -92,10 +92,10 @@ class Contents:
 
         It depends on the contents and on the order of the sources.
         """
-        told = "".join(
+        text = "".join(
             f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources
         )
-        return hashlib.sha256(told.encode()).hexdigest()
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def keys(self) -> dict[str, str]:
@@ -183,7 +183,7 @@ def check_data(config: RunConfig) -> DataFacts:
     sources, tokenizers = [], []
     for split, key, source in config.data.named_sources():
         local = local_prefix(source.prefix, store_cache(config))
-        with _place_told(key, source.prefix):
+        with _with_source_place(key, source.prefix):
             manifest = read_manifest(Path(local).parent / "manifest.json")
             facts = _source_facts(split, key, source, local, manifest)
         if facts.tokens < config.data.seq_length + 1:
@@ -276,7 +276,7 @@ def any_on_disk(config: RunConfig) -> bool:
 
 
 @contextmanager
-def _place_told(key: str, prefix: str) -> Iterator[None]:
+def _with_source_place(key: str, prefix: str) -> Iterator[None]:
     """Add the source's key and URL to a ConfigError of the block that names only local files."""
     try:
         yield
@@ -299,10 +299,10 @@ def _source_facts(
             )
     recorded = _recorded(key, source, manifest) if manifest else {}
     for ending, file in files.items():
-        size, said = file.stat().st_size, recorded.get(f"{ending}_bytes")
-        if manifest and size != said:
+        size, recorded_size = file.stat().st_size, recorded.get(f"{ending}_bytes")
+        if manifest and size != recorded_size:
             raise ConfigError(
-                f"{file} has {size} bytes, but {manifest.path} records {said}: damaged or "
+                f"{file} has {size} bytes, but {manifest.path} records {recorded_size}: damaged or "
                 f"replaced; {MAKE_DATA}"
             )
     dtype, tokens, documents = _read_index(files["idx"], files["bin"])
@@ -316,11 +316,13 @@ def _source_facts(
             f"{files['idx']} describes {tokens} tokens, but {manifest.path} records "
             f"{recorded['tokens']}; {MAKE_DATA}"
         )
-    told = {
+    recorded_facts = {
         field: recorded.get(field)
         for field in ("text_bytes", "idx_sha256", "bin_sha256", "bin_sample")
     }
-    return SourceFacts(split, key, source.prefix, tokens, documents, dtype, **told, local=local)
+    return SourceFacts(
+        split, key, source.prefix, tokens, documents, dtype, **recorded_facts, local=local
+    )
 
 
 def _check_merged(key: str, source: Source) -> None:

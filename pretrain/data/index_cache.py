@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import CommandError, StorageError, told
+from fem_common.errors import CommandError, StorageError, from_os_error
 from fem_common.files import locked, remove, sha256, sync_file, sync_folder, write_synced
 from pretrain.config import RunConfig
 from pretrain.data.facts import Contents
@@ -202,7 +202,7 @@ def _writing() -> Iterator[None]:
         refusal = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(refusal, OSError):
             raise
-        raise told(
+        raise from_os_error(
             refusal,
             "the index cache cannot be written: ",
             "; data.index_cache=FOLDER sets another location",

@@ -183,7 +183,7 @@ def share(lengths: npt.NDArray[Any], length: int) -> Share:
     return Share(used + int(before.sum()), padding, len(lengths), int(np.count_nonzero(before)))
 
 
-def told(data: DataConfig, facts: DataFacts) -> str | None:
+def packing_line(data: DataConfig, facts: DataFacts) -> str | None:
     """Return a line about the cost of packing, or None if ``data.packing`` is stream.
 
     The cost is averaged over a blend by its weights. The function reads the .idx files.

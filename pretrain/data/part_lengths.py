@@ -52,10 +52,12 @@ class PartLengths:
         asked = held
         if held.size > _LENGTHS:
             asked = held[np.unique(np.geomspace(1, held.size, _LENGTHS).astype(np.int64)) - 1]
-        told = [cost(length) for length in asked.tolist()]
+        cost_of = [cost(length) for length in asked.tolist()]
         return {
-            name: float(self.shares[held] @ np.interp(held, asked, [costs[name] for costs in told]))
-            for name in told[0]
+            name: float(
+                self.shares[held] @ np.interp(held, asked, [costs[name] for costs in cost_of])
+            )
+            for name in cost_of[0]
         }
 
 

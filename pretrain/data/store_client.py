@@ -31,8 +31,15 @@ from typing import Any, BinaryIO, TypeVar
 import xxhash
 
 from fem_common.cli import run
-from fem_common.errors import MISTAKES, CommandError, ConfigError, StorageError, files_told
-from fem_common.files import locked, make_folder, remove_leftovers, sha256, temporary, write_whole
+from fem_common.errors import MISTAKES, CommandError, ConfigError, StorageError, convert_os_errors
+from fem_common.files import (
+    locked,
+    make_folder,
+    remove_leftovers,
+    sha256,
+    temporary,
+    write_atomically,
+)
 from fem_common.progress import Progress
 from fem_common.stores import open_store, said, until_it_works
 from pretrain.data.facts import SAMPLE_BLOCKS, read_manifest, sample_digest, sample_ranges
@@ -258,7 +265,7 @@ class Source:
         make_folder(self.folder)
         if all(self._is_here(name, info) for name, info in there.items()):
             return
-        with files_told(), locked(self.folder / ".lock", wait=True):
+        with convert_os_errors(), locked(self.folder / ".lock", wait=True):
             remove_leftovers(self.folder)
             for name, info in there.items():
                 if not self._is_here(name, info):
@@ -266,7 +273,7 @@ class Source:
                     known = {**self._known(), name: _mark(info)}
                     if name.endswith(".bin"):
                         known[f"{name} sample"] = sample_digest(self.folder / name)
-                    write_whole(self.folder / _KNOWN, json.dumps(known, indent=1))
+                    write_atomically(self.folder / _KNOWN, json.dumps(known, indent=1))
 
     def _look(self, name: str) -> Mapping[str, Any]:
         """Return the store's information about a file; {} for a missing manifest."""

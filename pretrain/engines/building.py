@@ -281,7 +281,7 @@ def poisoned(total: torch.Tensor) -> torch.Tensor:
 
 def summed_over_ranks(
     reports: Iterable[torch.Tensor],
-    beside: Iterable[float] = (),
+    numbers: Iterable[float] = (),
     squares: torch.Tensor | float = 0.0,
 ) -> tuple[float, float, list[float]]:
     """Sum a step's results over the ranks and return (mean loss, gradient norm, summed numbers).
@@ -300,7 +300,7 @@ def summed_over_ranks(
             total += report.double()
     part = torch.as_tensor(squares, dtype=torch.float64, device=total.device).view(1)
     summed = torch.cat(
-        [total, part, torch.tensor([*beside], dtype=torch.float64, device=total.device)]
+        [total, part, torch.tensor([*numbers], dtype=torch.float64, device=total.device)]
     )
     torch.distributed.all_reduce(summed)
     loss, tokens, square, *sums = summed.tolist()

@@ -91,7 +91,7 @@ class DeepSpeedEngine:
         self,
         config: RunConfig,
         schedule: Schedule,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         *,
         draw: bool = True,
     ) -> None:
@@ -111,11 +111,11 @@ class DeepSpeedEngine:
             _sum_over_sequence_slices(self.model)
         weights = places(self.model)
         numel = sum(parameter.numel() for parameter in self.model.parameters())
-        settings, told = deepspeed_config(
+        settings, notes = deepspeed_config(
             config, replicas, parameters=numel, cuda=platform.has_cuda()
         )
-        for line in told:
-            say(line)
+        for line in notes:
+            log(line)
         if not deepspeed.comm.is_initialized():
             # DeepSpeed's shared-memory collectives for CPUs serve inference. They would be compiled
             # at this point, and their ranks wait by spinning.

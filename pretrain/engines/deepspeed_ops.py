@@ -79,9 +79,11 @@ def prepare_environment() -> None:
     os.environ.setdefault("DS_ACCELERATOR", _accelerator())
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default_directory()))
     # The folder of a virtual environment that is not activated is not on PATH.
-    beside = Path(sys.executable).parent
-    if shutil.which("ninja") is None and os.access(beside / "ninja", os.X_OK):
-        os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), str(beside)])
+    scripts = Path(sys.executable).parent
+    if shutil.which("ninja") is None and os.access(scripts / "ninja", os.X_OK):
+        os.environ["PATH"] = os.pathsep.join(
+            [*filter(None, [os.environ.get("PATH")]), str(scripts)]
+        )
 
 
 def default_directory() -> Path:
@@ -343,10 +345,10 @@ def lacks_ninja() -> str | None:
 
     It is available if it is on PATH or next to the interpreter.
     """
-    beside = Path(sys.executable).parent
-    if shutil.which("ninja") or os.access(beside / "ninja", os.X_OK):
+    scripts = Path(sys.executable).parent
+    if shutil.which("ninja") or os.access(scripts / "ninja", os.X_OK):
         return None
-    return f"ninja is neither on PATH nor in {beside}: python -m pip install ninja"
+    return f"ninja is neither on PATH nor in {scripts}: python -m pip install ninja"
 
 
 def cannot_write(directory: Path) -> str | None:
@@ -394,14 +396,14 @@ def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None)
         finally:
             _end(child)
         output.seek(0)
-        said = output.read()
+        compiler_output = output.read()
     if child.returncode == 0:
         return time.monotonic() - start
     log = extensions_directory() / f"{name}.log"
-    log.write_text(said, encoding="utf-8")
+    log.write_text(compiler_output, encoding="utf-8")
     raise OpError(
-        f"DeepSpeed's {name} does not compile or load: {_reason(said, child.returncode)} (full "
-        f"output: {log})"
+        f"DeepSpeed's {name} does not compile or load: "
+        f"{_reason(compiler_output, child.returncode)} (full output: {log})"
     )
 
 
@@ -448,8 +450,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             child.wait()
 
 
-def _reason(said: str, code: int) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _reason(output: str, code: int) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [
         line
         for line in lines

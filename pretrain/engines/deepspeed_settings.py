@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.text import did_you_mean
 from fem_megatron.catalogue import describe, mixer_names
 from pretrain.config import RunConfig
@@ -143,7 +143,7 @@ def read_file(config: RunConfig) -> dict[str, Any]:
     name = config.engine.deepspeed.file
     if name is None:
         return {}
-    with files_told():
+    with convert_os_errors():
         text = Path(name).read_text(encoding="utf-8")
     try:
         values = json.loads(text)
@@ -175,19 +175,19 @@ def deepspeed_config(
     """
     ours = _ours(config, data_parallel, parameters=parameters, cuda=cuda)
     theirs = read_file(config)
-    told = [
+    notes = [
         f"engine.deepspeed.file: {key} = {_short(there)} is overridden by {_short(here)} from "
         f"{_OURS[key]}"
         for key, there, here in _differences(theirs, ours)
     ]
     if config.parallel.overlap_param_gather:
-        told.append(
+        notes.append(
             "parallel.overlap_param_gather has no effect: it is Megatron's, and DeepSpeed's stage "
             "decides when it gathers"
         )
     for key in ("optimizer", "scheduler", "activation_checkpointing"):
         theirs.pop(key, None)
-    return _laid_over(theirs, ours), told
+    return _laid_over(theirs, ours), notes
 
 
 def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool) -> dict[str, Any]:

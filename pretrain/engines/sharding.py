@@ -135,7 +135,7 @@ def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[
 
 @torch.no_grad()
 def read_optimizer(
-    read: Read, held: Iterable[Held], beside: dict[str, Any] | None = None
+    read: Read, held: Iterable[Held], common: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Read the optimizer of a checkpoint into the parts ``held`` of this rank, in place.
 
@@ -147,7 +147,7 @@ def read_optimizer(
         number: {name: {n: part.data for n, part in parts.items()} for name, parts in one.items()}
         for number, one in asked.items()
     }
-    given = read({**(beside or {}), "optimizer": {"param_state": asked}})
+    given = read({**(common or {}), "optimizer": {"param_state": asked}})
     for number, one in targets.items():
         for name, parts_of_one in one.items():
             for n, target in parts_of_one.items():

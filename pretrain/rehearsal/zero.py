@@ -128,12 +128,12 @@ def follow(engine: Any, recorder: Recorder) -> None:
     # count as memory.
     recorder.forget(getattr(inner.optimizer, "round_robin_bit16_meta", []))
     for parameter in engine.model.parameters():
-        parameter.register_post_accumulate_grad_hook(_gradient_told(engine, recorder))
+        parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, recorder))
     engine.state.adam.register_step_pre_hook(lambda *_: tell(engine, recorder))
     tell(engine, recorder)
 
 
-def _gradient_told(engine: Any, recorder: Recorder) -> Callable[[Any], None]:
+def _gradient_hook(engine: Any, recorder: Recorder) -> Callable[[Any], None]:
     """Return a hook for a parameter, called when its gradient exists, that sets the holders.
 
     DeepSpeed's own hook has run before it and may have moved the gradient into a bucket.

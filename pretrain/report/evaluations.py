@@ -99,13 +99,13 @@ class Evaluations(Callback):
         """
         try:
             self._look()
-            told = time.monotonic()
+            now = time.monotonic()
             while self.running is not None and self.step >= self.steps and not self.received:
-                if time.monotonic() - told > _WORD_SECONDS:
-                    told = time.monotonic()
+                if time.monotonic() - now > _WORD_SECONDS:
+                    now = time.monotonic()
                     self._say(
                         f"waiting for the evaluation of step {self.running.step} "
-                        f"({(told - self.running.started) / 60:.0f} minutes)"
+                        f"({(now - self.running.started) / 60:.0f} minutes)"
                     )
                 time.sleep(_POLL_SECONDS)
                 self._look()
@@ -216,8 +216,8 @@ class Evaluations(Callback):
             values = {f"evaluation/{label}": score["value"] for label, score in scores.items()}
             for logger in self.loggers:
                 logger.on_values(running.step, values)
-            told = ", ".join(f"{label} {_with_error(score)}" for label, score in scores.items())
-            self._say(f"evaluation of step {running.step}: {told} ({seconds:.0f} s)")
+            listed = ", ".join(f"{label} {_with_error(score)}" for label, score in scores.items())
+            self._say(f"evaluation of step {running.step}: {listed} ({seconds:.0f} s)")
             line["scores"] = scores
         if fault:
             self._say(f"evaluation of step {running.step} failed: {fault}; see {out / 'log'}")

@@ -17,7 +17,7 @@ from typing import Any
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError
-from fem_common.files import append_json_line, write_whole
+from fem_common.files import append_json_line, write_atomically
 from fem_common.text import count, one_line
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
@@ -190,7 +190,7 @@ class Wandb(Callback):
 
         settings, id_file = config.log.wandb, folder / "wandb_id"
         if not id_file.exists():  # one id per run directory: a resumed run continues its curves
-            write_whole(id_file, uuid.uuid4().hex[:8])
+            write_atomically(id_file, uuid.uuid4().hex[:8])
         try:
             self.run = wandb.init(
                 entity=settings.entity,
@@ -246,7 +246,7 @@ def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Ca
 
 
 @contextmanager
-def kernels_told(say: Say) -> Iterator[None]:
+def logged_kernels(log: Say) -> Iterator[None]:
     """Print the log records of the kernels during the block with the given function.
 
     The records name the chosen implementations and the reasons. Without a GPU all reasons are the
@@ -257,17 +257,17 @@ def kernels_told(say: Say) -> Iterator[None]:
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.levelno > logging.INFO or platform.has_cuda():
-                say(f"kernels: {self.format(record)}")
+                log(f"kernels: {self.format(record)}")
             else:
                 operation, _, choice = self.format(record).partition(" (")[0].partition(": ")
                 chosen.setdefault(choice, []).append(operation)
 
         def flush(self) -> None:
             if chosen:
-                said = [
+                texts = [
                     f"{choice} for {', '.join(operations)}" for choice, operations in chosen.items()
                 ]
-                say(f"kernels: {'; '.join(said)}")
+                log(f"kernels: {'; '.join(texts)}")
                 chosen.clear()
 
     logger = logging.getLogger("kernels")

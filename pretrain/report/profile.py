@@ -39,11 +39,11 @@ class Profiler:
 
         The yielded list then receives one line per file, written or failed.
         """
-        told: list[str] = []
+        lines: list[str] = []
         asked, self.received.profile = self.received.profile, False
         rank = torch.distributed.get_rank()
         if not asked and (step not in self.settings.steps or rank not in self.settings.ranks):
-            yield told
+            yield lines
             return
         name = self.run_dir / FOLDER / f"step_{step:08}_rank_{rank:05}"
         memory = self.settings.memory
@@ -53,17 +53,17 @@ class Profiler:
             else nullcontext() as snapshot
         ):
             with torch.profiler.profile(record_shapes=True, profile_memory=True) as trace:
-                yield told
+                yield lines
             # The trace is written first, because a snapshot can take long and may be interrupted.
             export = trace.export_chrome_trace
-            told.append(
+            lines.append(
                 _written("trace", name.with_suffix(".json.gz"), lambda path: export(str(path)))
             )
             if snapshot is not None:
-                told.append(_written("memory snapshot", name.with_suffix(".pickle"), snapshot))
+                lines.append(_written("memory snapshot", name.with_suffix(".pickle"), snapshot))
             elif memory:
-                told.append("no memory snapshot: this rank computes on a CPU")
-        told[:] = [f"step {step}: {line}" for line in told]
+                lines.append("no memory snapshot: this rank computes on a CPU")
+        lines[:] = [f"step {step}: {line}" for line in lines]
 
 
 def _written(what: str, path: Path, write: Callable[[Path], object]) -> str:

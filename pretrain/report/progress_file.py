@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common import secrets
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 from fem_common.text import one_line
 from pretrain.schedule import Schedule
 
@@ -83,7 +83,7 @@ class ProgressFile:
         }
         text = (json.dumps(content, indent=1) + "\n").encode()
         try:
-            write_whole(self.folder / NAME, text)
+            write_atomically(self.folder / NAME, text)
         except OSError:
             if state != "failed":
                 raise

@@ -89,10 +89,10 @@ class _Sums:
         torch.distributed.all_reduce(self.sums)
         if torch.distributed.get_rank():
             return {}
-        told = zip(self.rows, self.sums.tolist(), strict=True)
+        rows = zip(self.rows, self.sums.tolist(), strict=True)
         return {
             f"{name}/{kind}": square**0.5
-            for name, row in told
+            for name, row in rows
             for kind, (square, count) in zip(KINDS, row, strict=True)
             if count
         }

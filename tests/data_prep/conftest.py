@@ -343,11 +343,11 @@ def reseal(folder: Path, name: str, manifest: str = "manifest.json", key: str = 
     """Update a manifest or an entry to the bytes of a pair, so that only a check of the content
     finds the damage.
     """
-    said: dict[str, object] = {} if key else {"bin_sample": sample_digest(folder / f"{name}.bin")}
+    output: dict[str, object] = {} if key else {"bin_sample": sample_digest(folder / f"{name}.bin")}
     for kind in ("bin", "idx"):
         raw = (folder / f"{name}.{kind}").read_bytes()
-        said |= {f"{kind}_sha256": hashlib.sha256(raw).hexdigest(), f"{kind}_bytes": len(raw)}
-    edit_json(folder / manifest, lambda value: value["splits"][key or name].update(said))
+        output |= {f"{kind}_sha256": hashlib.sha256(raw).hexdigest(), f"{kind}_bytes": len(raw)}
+    edit_json(folder / manifest, lambda value: value["splits"][key or name].update(output))
 
 
 def edit_units(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:

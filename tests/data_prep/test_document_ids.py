@@ -34,8 +34,8 @@ def test_a_document_is_found_by_number_and_by_id(
     writer = IdsWriter(path)
     writer.add(IDS[:3])
     writer.add(IDS[3:])
-    said, raw = writer.finish(), path.read_bytes()
-    assert (said.bytes, said.sha256) == (len(raw), hashlib.sha256(raw).hexdigest())
+    output, raw = writer.finish(), path.read_bytes()
+    assert (output.bytes, output.sha256) == (len(raw), hashlib.sha256(raw).hexdigest())
     lines = raw.decode().split("\n")
     assert (
         lines[:8] == ["a", "", r"two\nlines", r"two\\nlines", "東京", r"\xff", "a", "<urn:0>"]

@@ -407,11 +407,11 @@ def test_hugging_face_is_chosen_where_it_is_not_and_says_why(made_of: Made, name
 
 def test_a_difference_in_a_sample_is_named(made_of: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, sample = made_of("single word"), f"{'a long line of text, and ' * 9}_sw"
-    said = (
+    output = (
         r"gigatoken cannot be used with .*single word: gigatoken .* differ on '.* from token \d+ "
         r"on; give --encoder hf"
     )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=output):
         choose(folder, "gigatoken", [])
     assert "not gigatoken: " in choose(folder, "auto", []).why
     monkeypatch.setattr(selfcheck, "battery", lambda folder: [])

@@ -181,7 +181,7 @@ def test_a_mistake_is_one_line_that_names_it_and_nothing_is_written(
         f"inspect tables/few.parquet --mask {path.relative_to(spoilt)}:keep"
         for path in sorted((spoilt / "masks").iterdir())
     ]
-    before, told = room.snapshot(spoilt), set[str]()
+    before, report = room.snapshot(spoilt), set[str]()
     sha256 = room.manifest_of(spoilt / "data")["tokenizer"]["sha256"]
     for words in commands:
         result = room.cli(*words.split(), HERE=str(spoilt))
@@ -200,8 +200,8 @@ def test_a_mistake_is_one_line_that_names_it_and_nothing_is_written(
             result,
         )
         wording(f"{words}: {result.stderr.removeprefix('data_prep: error: ')}", SHA256=sha256[:12])
-        told.add(words)
-    assert len(told) > 130 and room.snapshot(spoilt) == before
+        report.add(words)
+    assert len(report) > 130 and room.snapshot(spoilt) == before
 
 
 TOKENIZERS: dict[str, Callable[[Path], object]] = {
@@ -279,12 +279,12 @@ def test_want_of_memory_by_any_librarys_words_is_known() -> None:
 
 
 def test_help_is_quick_and_lists_every_verb() -> None:
-    said = room.python(
+    output = room.python(
         "import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: "
         "print(*sys.modules)"
     ).stdout
     assert not {"numpy", "pyarrow", "tokenizers", "gigatoken", "huggingface_hub"} & set(
-        said.splitlines()[-1].split()
+        output.splitlines()[-1].split()
     )
     for verb in VERBS:
-        assert f"\n    {verb}" in said and room.cli(verb, "--help").returncode == 0, verb
+        assert f"\n    {verb}" in output and room.cli(verb, "--help").returncode == 0, verb

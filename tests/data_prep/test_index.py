@@ -58,7 +58,7 @@ def test_weights_are_shares_of_the_training_tokens_by_default(
     folders: Path, tmp_path: Path
 ) -> None:
     out, all_ = tmp_path / "deeper" / "blend.yaml", [folders / name for name in "abc"]
-    said = room.done("blend", out, *all_, "--seq-length 64")
+    output = room.done("blend", out, *all_, "--seq-length 64")
     section = yaml.safe_load(out.read_text())
     assert section["seq_length"] == 64 and list(section) == ["train", "valid", "test", "seq_length"]
     for split, number in (("train", 3), ("valid", 2), ("test", 1)):
@@ -69,9 +69,9 @@ def test_weights_are_shares_of_the_training_tokens_by_default(
         assert [source["weight"] for source in section[split]] == pytest.approx(
             [tokens(folder) / total for folder in all_[:number]]
         )
-    assert said.count("read 1 times") == 3
-    assert re.search("valid is without .*/c: ", said) and re.search(
-        "test is without .*/b, .*/c: ", said
+    assert output.count("read 1 times") == 3
+    assert re.search("valid is without .*/c: ", output) and re.search(
+        "test is without .*/b, .*/c: ", output
     )
 
 
@@ -79,7 +79,7 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(
     folders: Path, tmp_path: Path
 ) -> None:
     out, a, b = tmp_path / "blend.yaml", folders / "a", folders / "b"
-    said = room.done("blend", out, f"{a}=1", f"{b}=3", "--seq-length 64")
+    output = room.done("blend", out, f"{a}=1", f"{b}=3", "--seq-length 64")
     section = yaml.safe_load(out.read_text())
     assert (
         [source["weight"] for source in section["train"]]
@@ -88,14 +88,14 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(
     )
     of_a, of_b = tokens(a), tokens(b)
     assert (
-        f"read {0.25 * (of_a + of_b) / of_a:.3g} times" in said
-        and f"read {0.75 * (of_a + of_b) / of_b:.3g} times" in said
+        f"read {0.25 * (of_a + of_b) / of_a:.3g} times" in output
+        and f"read {0.75 * (of_a + of_b) / of_b:.3g} times" in output
     )
     assert (
         f"{of_b / 0.75 / 1e3:.3g}k tokens can be drawn before any repeats ({b} is the first)"
-        in said
+        in output
     )
-    assert f"{of_a / 0.25 / 1e3:.3g}k until all" in said
+    assert f"{of_a / 0.25 / 1e3:.3g}k until all" in output
     room.copied(a, tmp_path / "lr=3")  # relative, and a name with an equals sign
     room.done("blend", "blend.yaml", "lr=3", "--seq-length 64 --overwrite", HERE=str(tmp_path))
     assert yaml.safe_load(out.read_text())["train"] == [
@@ -155,9 +155,9 @@ def test_from_text_to_a_run_on_a_blend(
     room.spoil(books, f"train.idx flip {index.stat().st_size // 2}")
     capsys.readouterr()
     assert pretrain([*settings, "--index"]) == 2  # the command that the verb starts
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert said.startswith(
+    output = capsys.readouterr().err
+    assert len(output.splitlines()) == 1
+    assert output.startswith(
         f"pretrain: error: {index} is not the file that {books}/manifest.json records"
     )
     shutil.rmtree(books)
@@ -203,12 +203,14 @@ def test_a_terminated_index_leaves_nothing_half_built(tmp_path: Path) -> None:
             300,
         )
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=120)
+        _, output = process.communicate(timeout=120)
     finally:
         room.kill(process.pid)
     assert (
-        process.returncode == 143 and "data_prep: terminated" in said and "Traceback" not in said
-    ), said
+        process.returncode == 143
+        and "data_prep: terminated" in output
+        and "Traceback" not in output
+    ), output
     assert not any(path.is_dir() for path in (tmp_path / "cache").iterdir())
 
 

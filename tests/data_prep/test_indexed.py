@@ -103,13 +103,13 @@ def test_the_type_and_byte_order_of_the_ids_do_not_show(tmp_path: Path, dtype: s
 
 def test_ids_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     writer = IndexedWriter(tmp_path / "a", "uint16")
-    for ids, lengths, said in (
+    for ids, lengths, output in (
         ([1, 2, 65536], [3], "do not fit uint16"),
         ([1, -1, 0], [3], "do not fit uint16"),
         ([1, 2, 0], [2], "3 ids for documents of 2"),
         ([1, 2, 0], [3, 0], "the shortest of 0"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             writer.add(np.array(ids), np.array(lengths))
     with pytest.raises(UserError, match="a document of 2147483648 ids"):
         writer.add(np.broadcast_to(np.ones(1, np.uint16), (2**31,)), np.array([2**31]))

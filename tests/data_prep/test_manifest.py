@@ -154,15 +154,17 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(
                     place,
                 )
             )
-    taken, told = set[str](), list[str]()
+    taken, report = set[str](), list[str]()
     for content, place in spoilt:
         path.write_bytes(content)
         try:
             read(shards)
             taken.add(".".join("*" if isinstance(key, int) else key for key in place))
         except UserError as error:
-            told.append(str(error))
-    assert all(str(path) in said and "\n" not in said for said in told) and len(told) > 200
+            report.append(str(error))
+    assert (
+        all(str(path) in output and "\n" not in output for output in report) and len(report) > 200
+    )
     assert not {
         place
         for place in taken - FREE

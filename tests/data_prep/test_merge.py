@@ -35,11 +35,11 @@ def test_shards_merged_are_one_writers_files_and_all_is_accounted_for(
                     np.concatenate([np.array(ids, np.uint32) for ids in documents]),
                     np.array([len(ids) for ids in documents]),
                 )
-        written, said = writer.finish(), read_manifest(merged).splits[split]
+        written, output = writer.finish(), read_manifest(merged).splits[split]
         assert (
-            written.documents == said.documents
-            and written.bin_sha256 == said.bin_sha256
-            and written.idx_sha256 == said.idx_sha256
+            written.documents == output.documents
+            and written.bin_sha256 == output.bin_sha256
+            and written.idx_sha256 == output.idx_sha256
         )
     assert room.merged_hashes(merged) == room.merged_hashes(tmp_path)
     names = "manifest.json plan.json units.jsonl bad_rows.jsonl tokenizer .lock".split()
@@ -80,8 +80,10 @@ def test_ids_of_some_units_alone_are_not_merged_and_data_without_ids_stays_reada
         shards / "shards" / "00001.json",
         lambda entry: [part.pop("ids") for part in entry["splits"].values()],
     )
-    said = room.done("merge", shards, "--max-bad 100%")
-    assert f"{shards}: no document ids for train, valid, test: units 1 were encoded before" in said
+    output = room.done("merge", shards, "--max-bad 100%")
+    assert (
+        f"{shards}: no document ids for train, valid, test: units 1 were encoded before" in output
+    )
     assert not list(shards.rglob("*.ids")) and room.merged_hashes(shards) == room.merged_hashes(
         merged
     )
@@ -102,9 +104,9 @@ def refused(out: Path, *options: object, code: int = 2) -> str:
         }
 
     before = kept()
-    said = room.refused("merge", out, "--max-bad 100%", *options, code=code)
+    output = room.refused("merge", out, "--max-bad 100%", *options, code=code)
     assert kept() == before
-    return said
+    return output
 
 
 def test_missing_units_are_named_with_their_tasks(shards: Path) -> None:
@@ -133,10 +135,10 @@ def test_a_damaged_shard_is_named_and_doing_what_is_said_mends_it(
         file, changes = line.split(": ", 1)
         for how in changes.split("; "):
             room.spoil(shards / "shards", f"{file} {how}")
-            said = refused(shards)
-            assert f"do the unit again with: python -m data_prep run --out {shards}" in said
-            assert "remove it" in said or f"remove {shards / 'shards' / '00004.json'}" in said
-            wording(f"{file} {how}: {said}", DATA=shards)
+            output = refused(shards)
+            assert f"do the unit again with: python -m data_prep run --out {shards}" in output
+            assert "remove it" in output or f"remove {shards / 'shards' / '00004.json'}" in output
+            wording(f"{file} {how}: {output}", DATA=shards)
             room.restore(shards, whole)
     (shards / "shards" / "00004.json").unlink()
     room.merge(room.encode_units(shards, [4]))

@@ -96,8 +96,10 @@ def test_every_verb_takes_a_folder_of_text(tmp_path: Path, notes: Path) -> None:
     (notes / "00.txt").write_text("another text")
     assert "other inputs" in room.refused(*command)
     (notes / "more" / "03.txt").write_bytes(b"a caf\xe9, as latin-1 has it")
-    said = room.cli(*run(notes, tokenizer, tmp_path / "bad", room.ALL_TRAIN, "--max-bad 0")).stderr
-    assert f"{notes / 'more' / '03.txt'}, byte 0: invalid_utf8 (byte 5: " in said
+    output = room.cli(
+        *run(notes, tokenizer, tmp_path / "bad", room.ALL_TRAIN, "--max-bad 0")
+    ).stderr
+    assert f"{notes / 'more' / '03.txt'}, byte 0: invalid_utf8 (byte 5: " in output
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -112,8 +114,8 @@ def test_rows_without_an_id_have_file_and_place(tmp_path: Path, tokenizer: Path,
             else:
                 pq.write_table(pa.table({"text": part}), path, row_group_size=10)
     whole, small, moved = (tmp_path / name for name in ("whole", "small", "moved"))
-    said = room.done(*run(tmp_path / "here", tokenizer, whole, room.SHARES, "--workers 1"))
-    assert said.count("no column 'id'") == 1
+    output = room.done(*run(tmp_path / "here", tokenizer, whole, room.SHARES, "--workers 1"))
+    assert output.count("no column 'id'") == 1
     room.prepared(small, [tmp_path / "here"], tokenizer, room.SMALL_UNITS)
     room.prepared(moved, [tmp_path / "there"], tokenizer)
     assert room.merged_hashes(whole) == room.merged_hashes(small) == room.merged_hashes(moved)

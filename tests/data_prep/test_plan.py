@@ -23,14 +23,14 @@ def words(inputs: list[Path], tokenizer: Path, out: Path, *options: str) -> list
 
 def test_the_same_plan_twice_is_unchanged(tmp_path: Path, many: Path, tokenizer: Path) -> None:
     command = words([many], tokenizer, tmp_path / "a", room.SMALL_UNITS)
-    said = room.done(*command)
+    output = room.done(*command)
     assert all(
-        part in said for part in ("written", "1 files", "1,600 rows", "40 units", "120 shards")
+        part in output for part in ("written", "1 files", "1,600 rows", "40 units", "120 shards")
     )
-    assert re.search(r"about [\d.]+k tokens .* kB of disk", said)
+    assert re.search(r"about [\d.]+k tokens .* kB of disk", output)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
     again = room.done(*command)
-    assert "unchanged" in again and again.splitlines()[1:] == said.splitlines()[1:]
+    assert "unchanged" in again and again.splitlines()[1:] == output.splitlines()[1:]
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
     assert {"plan.json", "tokenizer/tokenizer.json"} <= set(room.snapshot(tmp_path / "a"))
 
@@ -56,12 +56,12 @@ def test_what_makes_another_plan_is_named(
     )
     command = words([tmp_path / "a.parquet"], tokenizer, tmp_path / "out", room.SMALL_UNITS)
     for case in OTHER.strip().splitlines():
-        options, said = case.split(" | ")
+        options, output = case.split(" | ")
         room.done(*command, "--overwrite")
         before = room.snapshot(tmp_path / "out")
         error = room.refused(*command, options)
         assert (
-            said in error and "--overwrite" in error and room.snapshot(tmp_path / "out") == before
+            output in error and "--overwrite" in error and room.snapshot(tmp_path / "out") == before
         )
         room.done(*command, options, "--overwrite")
         assert "unchanged" in room.done(*command, options)
@@ -70,13 +70,13 @@ def test_what_makes_another_plan_is_named(
     room.done(*words([many, corpus], tokenizer, out))
     spoilt = room.copied(tokenizer, tmp_path / "spoilt")
     room.edit_json(spoilt / "tokenizer.json", lambda spec: None)
-    for inputs, name, said in (
+    for inputs, name, output in (
         ([many], tokenizer, "other inputs (2 in the plan, 1 now)"),
         ([corpus, many], tokenizer, "the same inputs in another order"),
         ([many, other], tokenizer, f"other inputs ({corpus} in the plan, {other} now)"),
         ([many, corpus], spoilt, "another tokenizer"),
     ):
-        assert f"{out} contains a plan with {said}" in room.refused(*words(inputs, name, out))
+        assert f"{out} contains a plan with {output}" in room.refused(*words(inputs, name, out))
 
 
 def test_data_of_unknown_origin_and_a_damaged_plan_stay(
@@ -88,12 +88,12 @@ def test_data_of_unknown_origin_and_a_damaged_plan_stay(
         (out / name).parent.mkdir(parents=True)
         (out / name).write_bytes(b"{}")
         error = room.refused(*words([many], tokenizer, out))
-        said = (
+        output = (
             "plan.json is damaged"
             if name == "plan.json"
             else f"{name.replace('/00000-train.bin', '')} exists without a plan.json"
         )
-        assert said in error and room.snapshot(out) == {name: b"{}"}
+        assert output in error and room.snapshot(out) == {name: b"{}"}
         room.done(*words([many], tokenizer, out, "--overwrite"))
         assert read_plan(out).units
 

@@ -157,14 +157,14 @@ def test_drops_by_reason_and_filters(tmp_path: Path) -> None:
         [{"id": "0", "text": "good text"}],
     )
     assert sample["document_bytes"] == {"mean": 9.0, "median": 9.0, "largest": 9}
-    said = room.done(*options)
+    output = room.done(*options)
     assert (
         "documents: 1 (16.67% of the rows); left out: 16.7% null_text, 16.7% empty_text, "
-        "16.7% invalid_utf8" in said
+        "16.7% invalid_utf8" in output
     )
     assert (
         "columns of the first file: text binary, id int64, score double, language string; 1 "
-        "row group" in said
+        "row group" in output
     )
     nothing = ("inspect", tmp_path, "--min-score 9")
     assert report(*nothing)["sample"][
@@ -193,11 +193,11 @@ def test_documents_are_shown_on_one_line_each_and_nothing_is_written(
         assert example["text"].startswith("first line [31m of") and len(example["text"]) <= 160
         assert example["text"].isprintable() and example["id"].isprintable()
     assert found["encoding"]["mb_per_second"] > 0 and room.snapshot(tmp_path) == before
-    said = room.done("inspect", ".", "--sample-mb 0.02", HERE=str(tmp_path))
+    output = room.done("inspect", ".", "--sample-mb 0.02", HERE=str(tmp_path))
     assert (
-        "files: 12 parquet, 1 jsonl;" in said
-        and "  and 5 more" in said
-        and all(line.isprintable() for line in said.splitlines())
+        "files: 12 parquet, 1 jsonl;" in output
+        and "  and 5 more" in output
+        and all(line.isprintable() for line in output.splitlines())
     )
 
 
@@ -230,11 +230,11 @@ def test_counts_of_a_folder_in_work_and_of_a_merged_one(
     assert status["tokens"] == sum(
         path.stat().st_size // 2 for path in (planned / "shards").glob("*.bin")
     )
-    said = room.done("status", planned, "--tasks 4")
+    output = room.done("status", planned, "--tasks 4")
     assert (
-        "10 of 40 units done" in said
-        and "task 3 of 4: 0 of 10 units done" in said
-        and "not done: 1-3, 5-7" in said
+        "10 of 40 units done" in output
+        and "task 3 of 4: 0 of 10 units done" in output
+        and "not done: 1-3, 5-7" in output
     )
     status = report("status", many_made)
     assert status["merged"] and status["units_done"] == 40 and status["rate"] is None
@@ -317,11 +317,11 @@ def test_figures_are_numpys(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_figures_add_up_and_the_picture_is_drawn(tmp_path: Path, data: Path) -> None:
-    said, manifest = report("stats", data), room.manifest_of(data)
+    output, manifest = report("stats", data), room.manifest_of(data)
     lengths = {
         name: read_index(data / f"{name}.idx").lengths for name in ("train", "valid", "test")
     }
-    for name, split in said["splits"].items():
+    for name, split in output["splits"].items():
         assert {
             key: split[key] for key in ("documents", "tokens", "text_bytes")
         }.items() <= manifest["splits"][name].items()
@@ -329,12 +329,12 @@ def test_the_figures_add_up_and_the_picture_is_drawn(tmp_path: Path, data: Path)
         assert split["lengths"]["longest"] == lengths[name].max() and split["lengths"][
             "mean"
         ] == pytest.approx(lengths[name].mean())
-    every, whole = np.concatenate(list(lengths.values())), said["all"]["lengths"]
+    every, whole = np.concatenate(list(lengths.values())), output["all"]["lengths"]
     assert whole["documents"] == len(every) == 250 and whole["tokens"] == every.sum()
     assert whole["quantiles"]["0.5"] == np.quantile(every, 0.5, method="inverted_cdf")
     assert whole["at_most"]["128"]["documents"] == pytest.approx((every <= 128).mean())
-    assert said["dropped"] == manifest["source"]["dropped"] and said["rows"] == 250 + sum(
-        said["dropped"].values()
+    assert output["dropped"] == manifest["source"]["dropped"] and output["rows"] == 250 + sum(
+        output["dropped"].values()
     )
     pictures = [tmp_path / "deeper" / "lengths.png", tmp_path / "again.png"]
     for path in pictures:
@@ -352,12 +352,12 @@ def test_the_figures_add_up_and_the_picture_is_drawn(tmp_path: Path, data: Path)
             rf"^{name} +{entry['documents']:,} +{entry['tokens']:,} ", result.stdout, re.MULTILINE
         ), result.stdout
     assert (
-        f"{said['rows']:,} rows = 250 documents + {sum(said['dropped'].values())} dropped"
+        f"{output['rows']:,} rows = 250 documents + {sum(output['dropped'].values())} dropped"
         in result.stdout
     )
     assert all(
         re.search(rf"^ +{number} {reason} \(", result.stdout, re.MULTILINE)
-        for reason, number in said["dropped"].items()
+        for reason, number in output["dropped"].items()
     )
 
 

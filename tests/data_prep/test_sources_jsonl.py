@@ -32,13 +32,13 @@ def after_first(
     """
     file, start = opened(path, FIRST + b"\n" + lines, columns), len(FIRST) + 1
     first, *others = read_all(file, WHOLE, columns)
-    said = [
+    output = [
         part.message
         for part in parts(file, spans(file, columns, WHOLE), columns)
         if isinstance(part, Unreadable)
     ]
     assert first[0] == b"first"
-    return [(*other[:-1], other[-1] - start) for other in others], said
+    return [(*other[:-1], other[-1] - start) for other in others], output
 
 
 # --- against json.loads ---------------------------------------------------------------------------
@@ -177,13 +177,13 @@ null
 def test_a_bad_line_is_lost_alone_and_named(tmp_path: Path, wording: Wording) -> None:
     for line in BAD:
         lines = b'{"text": "a", "id": "1"}\n' + line + b'\n{"text": "b", "id": "2"}\n'
-        found, (said,) = after_first(tmp_path / "x.jsonl", lines, Columns(extra=("score",)))
+        found, (output,) = after_first(tmp_path / "x.jsonl", lines, Columns(extra=("score",)))
         assert found == [
             (b"a", b"1", None, 0),
             (b"b", b"2", None, 26 + len(line)),
             ("malformed", 1, 25),
         ]
-        wording(f"{line[:40].decode(errors='replace')} -> {said}")
+        wording(f"{line[:40].decode(errors='replace')} -> {output}")
 
 
 GOOD: dict[bytes, tuple[bytes | None, bytes | None]] = {
@@ -231,8 +231,8 @@ def test_text_that_is_not_utf8_stays_so_and_touches_no_other_row(tmp_path: Path)
         )
         ((text, identity, _),), _ = after_first(tmp_path / "x.jsonl", line)
         assert (text, identity) == tuple(
-            said.encode("utf-8", "surrogatepass")
-            for said in ("caf\udcc3\udca9", "\udcf0\udc9f\udc99\udc82")
+            output.encode("utf-8", "surrogatepass")
+            for output in ("caf\udcc3\udca9", "\udcf0\udc9f\udc99\udc82")
         )
 
 
@@ -251,12 +251,12 @@ def test_a_line_above_the_limit_is_malformed(
     monkeypatch.setattr(reader, "MAX_LINE_BYTES", 3 << 20)
     big = b'{"id": "1", "text": "' + b"x" * (5 << 20) + b'"}'
     for lines in (big + b'\n{"text": "b"}', b'{"text": "b"}\n' + big):
-        found, said = after_first(tmp_path / "x.jsonl", lines)
+        found, output = after_first(tmp_path / "x.jsonl", lines)
         assert sorted(found, key=str) == [
             ("malformed", 1, lines.index(big)),
             (b"b", None, lines.index(b'{"text": "b"}')),
         ]
-        assert said == ["it is longer than 3 MiB"]
+        assert output == ["it is longer than 3 MiB"]
 
 
 # --- other columns --------------------------------------------------------------------------------

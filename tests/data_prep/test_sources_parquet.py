@@ -280,9 +280,9 @@ def test_a_failing_disk_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(streams, "LocalFile", Failing)
     with pytest.raises(StorageError, match="Input/output error"):
         list(read_span(file, Span(0, 1, None, 0), COLUMNS))
-    said = "^/proc/self/mem cannot be read \\(Input/output error\\)$"
+    output = "^/proc/self/mem cannot be read \\(Input/output error\\)$"
     monkeypatch.undo()
-    with streams.LocalFile("/proc/self/mem") as memory, pytest.raises(StorageError, match=said):
+    with streams.LocalFile("/proc/self/mem") as memory, pytest.raises(StorageError, match=output):
         memory.read(10)
 
 
@@ -505,8 +505,8 @@ def test_want_of_memory_is_no_damage(tmp_path: Path) -> None:
         (write(tmp_path / "x.parquet", 60 * MIB, 1, 1), 1500, 2),
         (tmp_path / "x.jsonl.zst", 400, 1),
     ):
-        for mib, said in ((enough, f"{rows} 0 "), (40, "MemoryError")):
+        for mib, output in ((enough, f"{rows} 0 "), (40, "MemoryError")):
             done = room.python(
                 READ, path, mib, ARROW_DEFAULT_MEMORY_POOL="system"
             )  # other allocators reserve address space
-            assert (done.stdout + done.stderr).startswith(said), (mib, done)
+            assert (done.stdout + done.stderr).startswith(output), (mib, done)

@@ -106,9 +106,9 @@ def check_faults(
                 "; " in fault and re.search("--overwrite|run --out|remove it", fault)
                 for fault in faults
             ), output
-            said = [fault.split("; ")[0] for fault in faults]
+            printed = [fault.split("; ")[0] for fault in faults]
             wording(
-                f"{file} {how}: {' | '.join(said)}",
+                f"{file} {how}: {' | '.join(printed)}",
                 DATA=folder,
                 VERSION=name,
                 FINGERPRINT=fingerprint[:12],
@@ -118,7 +118,7 @@ def check_faults(
 
 def test_whole_data_passes_and_is_not_touched(made: Path, merged: Path, encoded: Path) -> None:
     assert verify(made)[0] == 0
-    for folder, said in (
+    for folder, printed in (
         (merged, r"complete; train [\d.]+k tokens, valid .*, test "),
         (encoded, "complete; not merged yet; continue with: .* merge"),
     ):
@@ -126,7 +126,7 @@ def test_whole_data_passes_and_is_not_touched(made: Path, merged: Path, encoded:
         code, output = verify(folder)
         assert (
             code == 0
-            and re.search(said, output)
+            and re.search(printed, output)
             and "fault" not in output
             and "not checked" not in output
         ), output
@@ -188,11 +188,11 @@ def test_the_sample_alone_sees_a_document_that_is_not_its_text(
     assert verify(data, "--sample 0")[0] == 0
     code, output = verify(data, "--sample 1000")
     assert code == 1 and output.count("fault: ") == 1, output
-    said = (
+    printed = (
         r"train.bin: document 0 \(unit 0, place 0 of .*rows.parquet\) is not what Hugging Face "
         r"tokenizers makes of its text, from id 0"
     )
-    assert re.search(said, output)
+    assert re.search(printed, output)
     shards = room.copied(encoded, tmp_path / "shards")
     room.spoil(shards / "shards", "00001-train.bin ids 0=77")
     room.reseal(shards / "shards", "00001-train", "00001.json", "train")
@@ -258,7 +258,7 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
         raw[2000:2064] = bytes(64)
         moved.write_bytes(raw)
 
-    for change, said in (
+    for change, printed in (
         (went_bad, "moved.parquet can no longer be read as it was"),
         (
             lambda: room.write_parquet(
@@ -272,7 +272,9 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
         change()
         output = room.done("verify", out)
         assert re.search(
-            f"^not checked: a sample of unit 0 against the inputs: .*{said}", output, re.MULTILINE
+            f"^not checked: a sample of unit 0 against the inputs: .*{printed}",
+            output,
+            re.MULTILINE,
         ), output
         assert "encoded again" not in output and "complete" in output
 

@@ -130,10 +130,10 @@ def test_interrupts_of_a_worker_are_the_parents_to_handle(
 def test_no_more_workers_than_units_and_all_cores_by_default(
     tmp_path: Path, masked: list[object]
 ) -> None:
-    said = room.done(*masked, "--unit-mb 0.2 --workers 7")
-    assert "2 of 2 units to do, 2 workers" in said
-    said = room.done(*masked[:-1], f"--out {tmp_path}/cores")
-    assert re.search(f"40 of 40 units to do, {len(os.sched_getaffinity(0))} worker", said)
+    output = room.done(*masked, "--unit-mb 0.2 --workers 7")
+    assert "2 of 2 units to do, 2 workers" in output
+    output = room.done(*masked[:-1], f"--out {tmp_path}/cores")
+    assert re.search(f"40 of 40 units to do, {len(os.sched_getaffinity(0))} worker", output)
 
 
 SHARES = """
@@ -158,17 +158,17 @@ SHARES = """
 @pytest.mark.parametrize("case", SHARES.strip().splitlines())
 def test_a_share_of_the_work(case: str) -> None:
     """The columns are --task-id, --tasks | Slurm's array | the task, or the error."""
-    given, slurm, said = case.split("|")
+    given, slurm, output = case.split("|")
     index, tasks = (None if word == "-" else int(word) for word in given.split())
     environment = {
         f"SLURM_ARRAY_TASK_{name}": value
         for name, value in (pair.split("=") for pair in slurm.split())
     }
-    if said.strip()[0] in "N(":
+    if output.strip()[0] in "N(":
         task = task_of(index, tasks, environment)
-        assert str(task and (task.index, task.tasks)) == said.strip()
+        assert str(task and (task.index, task.tasks)) == output.strip()
     else:
-        with pytest.raises(UserError, match=re.escape(said.strip())):
+        with pytest.raises(UserError, match=re.escape(output.strip())):
             task_of(index, tasks, environment)
 
 

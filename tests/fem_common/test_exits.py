@@ -131,8 +131,8 @@ def test_a_wrong_path_is_2_and_a_failing_file_system_1(
     if command == "data_prep stdlib":
         folder.write_text("")
     assert run(command, folder) == Exit.WRONG_INPUT, capsys.readouterr().err
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and str(folder) in said
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and str(folder) in output
     for number in FAULTS:
         with monkeypatch.context() as patch:
             fail(patch, folder, number)
@@ -140,10 +140,12 @@ def test_a_wrong_path_is_2_and_a_failing_file_system_1(
                 errno.errorcode[number],
                 capsys.readouterr(),
             )
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         assert (
-            said.count("\n") == 1 and os.strerror(number) in said and str(folder.parent) in said
-        ), said
+            output.count("\n") == 1
+            and os.strerror(number) in output
+            and str(folder.parent) in output
+        ), output
 
 
 FORKED = """

@@ -18,7 +18,7 @@ import pytest
 
 from fem_common import text
 from fem_common.cli import Parser
-from fem_common.errors import ConfigError, InUse, told
+from fem_common.errors import ConfigError, InUse, from_os_error
 from fem_common.exits import Exit
 from fem_common.files import (
     append_json_line,
@@ -26,7 +26,7 @@ from fem_common.files import (
     read_lines,
     remove_leftovers,
     temporary,
-    write_whole,
+    write_atomically,
 )
 from fem_common.progress import Progress
 
@@ -38,11 +38,11 @@ def test_a_file_is_there_whole_or_not_at_all(
     removes the remains.
     """
     path = tmp_path / "state.json"
-    write_whole(path, "old")
+    write_atomically(path, "old")
     child = os.fork()
     if child == 0:
         monkeypatch.setattr(os, "fsync", lambda _: os._exit(9))
-        write_whole(path, "new and longer")
+        write_atomically(path, "new and longer")
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
@@ -155,7 +155,7 @@ def test_a_lock_keeps_another_process_out(tmp_path: Path) -> None:
     ids=lambda value: errno.errorcode[value] if not isinstance(value, Exit) else value.name,
 )
 def test_a_wrong_path_is_a_mistake_and_all_else_the_file_systems(number: int, code: Exit) -> None:
-    assert told(OSError(number, os.strerror(number), "folder/file")).code == code
+    assert from_os_error(OSError(number, os.strerror(number), "folder/file")).code == code
 
 
 def test_times_and_counts_in_words() -> None:

@@ -82,8 +82,8 @@ def test_no_value_of_a_secret_is_ever_told() -> None:
         }
         for name in chance.sample(sorted(environment), 4):
             environment[name] += " " + chance.choice(list(hidden.values()))
-        told = str(secrets.harmless_environment({**hidden, **environment}))
+        report = str(secrets.harmless_environment({**hidden, **environment}))
         line = secrets.hide(str({**hidden, **environment}), secrets.values(hidden))
-        assert told != "{}" and not [
-            value for value in hidden.values() if value in told or value in line
+        assert report != "{}" and not [
+            value for value in hidden.values() if value in report or value in line
         ]

@@ -179,8 +179,8 @@ def compare_chunks(vocabulary: str, tied: bool, tokens: int, **layout: Any) -> d
         sums.append(total.detach())
         gradients.append({name: weight.grad for name, weight in chunk.named_parameters()})
         largest.append(max(seen))
-    told = {"sum": difference(sums[1], sums[0]), "logits": float(largest[1])}
-    return told | {
+    report = {"sum": difference(sums[1], sums[0]), "logits": float(largest[1])}
+    return report | {
         name: difference(gradients[1][name], gradient) for name, gradient in gradients[0].items()
     }
 

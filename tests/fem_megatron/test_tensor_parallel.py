@@ -282,7 +282,7 @@ def other_bits(
 
     made = [gradient_of(each).clone() for each in block.parameters()]
     block.zero_grad()
-    with mock.patch.object(TensorParallel, "project_beside", kept_whole):
+    with mock.patch.object(TensorParallel, "project_with", kept_whole):
         found, found_x = run(block, x, weight, causal)
     pairs = zip(
         (y, x_grad, *made), (found, found_x, *map(gradient_of, block.parameters())), strict=True
@@ -311,10 +311,10 @@ def compare_cut(
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
     if beta is None and type(shape.mixer).exchanged_bytes is not Shape.exchanged_bytes:
         training = Training(8, 1, 1, x.shape[1], length, cuda=False, ranks=cut.ranks.size)
-        told = shape.mixer.exchanged_bytes(
+        report = shape.mixer.exchanged_bytes(
             training, SplitKinds(cut.gathers, cut.states, cut.ring)
         ).sent(training)
-        errors["bytes"] = abs(told * shape.recurrence / sum(sent) - 1)
+        errors["bytes"] = abs(report * shape.recurrence / sum(sent) - 1)
     for (key, ours), (_, theirs) in zip(
         split.named_parameters(), whole.named_parameters(), strict=True
     ):

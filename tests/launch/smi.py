@@ -72,17 +72,17 @@ class Node:
         }
         if not self.older:
             queries["gpu"] += [["uuid", "gpu_recovery_action"], ["uuid", "fabric.state"]]
-        told: dict[str, list[object]] = {f"--query-compute-apps={','.join(gpus.USERS)}": [0, ""]}
+        report: dict[str, list[object]] = {f"--query-compute-apps={','.join(gpus.USERS)}": [0, ""]}
         for what, lists in queries.items():
             for fields in lists:
                 rows = [
                     ", ".join(self.value(gpu, name) for name in fields) for gpu in range(self.count)
                 ]
-                told[f"--query-{what}={','.join(fields)}"] = [
+                report[f"--query-{what}={','.join(fields)}"] = [
                     0,
                     "".join(f"{row}\n" for row in rows),
                 ]
-        return told
+        return report
 
 
 CORE = f"--query-gpu={','.join(gpus.CORE)}"

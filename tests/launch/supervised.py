@@ -127,11 +127,11 @@ def end(
     if number is not None:
         process.send_signal(number)
     try:
-        said, _ = process.communicate(timeout=seconds)
+        output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return process.returncode, said
+    return process.returncode, output
 
 
 def clean_up(folder: Path) -> None:

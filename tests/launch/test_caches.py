@@ -43,14 +43,14 @@ def test_compiled_kernels_are_kept_on_the_node(keep: Keep, tmp_path: Path) -> No
     )
     assert [kept.wait() for kept in (one, two, mine, local)] == [0] * 4
     parent = tmp_path / f"launch_caches_{os.geteuid()}"
-    (said,) = texts(one.log)
-    folder = Path(said.partition("/triton|")[0])
+    (output,) = texts(one.log)
+    folder = Path(output.partition("/triton|")[0])
     assert (
         folder.parent == parent
         and folder.name.startswith("node7_")
-        and said == f"{folder}/triton|{folder}/inductor"
+        and output == f"{folder}/triton|{folder}/inductor"
     )
-    assert texts(two.log) == [said]
+    assert texts(two.log) == [output]
     assert texts(mine.log) == [f"/mine|{parent}/node7_local/inductor"] and texts(local.log) == [
         f"|{parent}/node7_local/inductor"
     ]
@@ -70,8 +70,8 @@ def test_without_a_temporary_folder_a_rank_runs_with_what_it_has(tmp_path: Path)
         capture_output=True,
         text=True,
     )
-    note, said = texts(rank_log(tmp_path, 4).read_text())
-    assert (done.returncode, said) == (0, "|"), done.stderr
+    note, output = texts(rank_log(tmp_path, 4).read_text())
+    assert (done.returncode, output) == (0, "|"), done.stderr
     assert note.startswith("[launch] no folder on this node for compiled kernels: ")
 
 

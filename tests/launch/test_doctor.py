@@ -39,11 +39,11 @@ def examined(
     """
     (folder / "profile.yaml").write_text(text, encoding="utf-8")
     words = [f"--cluster={folder / 'profile.yaml'}", f"--directory={folder / 'trials'}"]
-    code, said = main(["doctor", *words, *options]), Said()
+    code, output = main(["doctor", *words, *options]), Said()
     for line in capsys.readouterr().out.splitlines():
         if line.startswith(("ok ", "warning ", "FAILED ")):
-            said.setdefault(line[9:23].strip(), []).append((line[:8].strip(), line[24:]))
-    return code, said
+            output.setdefault(line[9:23].strip(), []).append((line[:8].strip(), line[24:]))
+    return code, output
 
 
 @pytest.fixture
@@ -56,10 +56,12 @@ def examine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Examine:
 def test_all_is_well_here_and_the_trial_leaves_nothing(examine: Examine, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    code, said = examine(
+    code, output = examine(
         f"{LOCAL}paths: {{shared: [{shared}]}}\nhealth: {{all_reduce_gb_per_second: 0.0001}}\n"
     )
-    assert code == 0 and {level for lines in said.values() for level, _ in lines} == {"ok"}, said
+    assert code == 0 and {level for lines in output.values() for level, _ in lines} == {"ok"}, (
+        output
+    )
     assert {
         "profile",
         "python",
@@ -68,10 +70,10 @@ def test_all_is_well_here_and_the_trial_leaves_nothing(examine: Examine, tmp_pat
         "shared folders",
         "all-reduce",
         "clocks",
-    } < set(said)
+    } < set(output)
     assert (
-        "2 ranks on 1 node over gloo" in said["all-reduce"][0][1]
-        and "floor 0.0001" in said["all-reduce"][0][1]
+        "2 ranks on 1 node over gloo" in output["all-reduce"][0][1]
+        and "floor 0.0001" in output["all-reduce"][0][1]
     )
     assert list((tmp_path / "trials").iterdir()) == list(shared.iterdir()) == []
 
@@ -79,14 +81,16 @@ def test_all_is_well_here_and_the_trial_leaves_nothing(examine: Examine, tmp_pat
 def test_an_unfit_machine_is_said_in_the_words_of_its_fault_and_the_trial_is_kept(
     examine: Examine, tmp_path: Path
 ) -> None:
-    code, said = examine(f"{LOCAL}health: {{free_memory_gb: 1e6}}\n")
+    code, output = examine(f"{LOCAL}health: {{free_memory_gb: 1e6}}\n")
     node = f"node {socket.gethostname().partition('.')[0]}"[:14]
     assert (
-        code == 1 and said[node][0][0] == "FAILED" and "GB of memory are free" in said[node][0][1]
+        code == 1
+        and output[node][0][0] == "FAILED"
+        and "GB of memory are free" in output[node][0][1]
     )
     assert (
-        said["trial"][0][0] == "FAILED"
-        and "all-reduce" not in said
+        output["trial"][0][0] == "FAILED"
+        and "all-reduce" not in output
         and len(list((tmp_path / "trials").iterdir())) == 1
     )
 
@@ -99,8 +103,8 @@ def test_mistakes_are_one_line_and_no_trial_is_made(
     wording: Wording,
 ) -> None:
     old, bare = (
-        program(tmp_path / name / "python", f"#!/bin/sh\necho {says}\n")
-        for name, says in (("old", "3 9 18 True"), ("bare", "3 12 1 False"))
+        program(tmp_path / name / "python", f"#!/bin/sh\necho {message}\n")
+        for name, message in (("old", "3 9 18 True"), ("bare", "3 12 1 False"))
     )
     monkeypatch.setenv("PATH", str(tmp_path))
     for text, name in (
@@ -111,12 +115,12 @@ def test_mistakes_are_one_line_and_no_trial_is_made(
         (LOCAL + f"python: {sys.executable}\npaths: {{shared: [/nowhere]}}\n", "shared folder"),
         ("scheduler: slurm\nnodes: {gpus: 0}\n", "Slurm"),
     ):
-        code, said = examine(text)
-        level, fault = said[name][-1]
+        code, output = examine(text)
+        level, fault = output[name][-1]
         assert (
             code == 1
             and level == "FAILED"
-            and said.get("trial", [("warning", "")])[0][0] == "warning"
+            and output.get("trial", [("warning", "")])[0][0] == "warning"
         )
         wording(f"{name}: {fault}")
     assert not (tmp_path / "trials").exists()

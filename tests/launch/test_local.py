@@ -39,14 +39,14 @@ def test_a_killed_rank_leaves_no_trace_in_the_losses(
     process = run.local(processes=ranks)
     wait_for(lambda: run.is_at(15, attempt=1), 300)
     os.kill(run.child(ranks - 1, attempt=1), signal.SIGKILL)
-    said = finish(process)
-    assert run.outcomes == ["failed", "finished"], said
-    assert f"step {STEPS}/{STEPS}" in said  # live lines of rank 0
+    output = finish(process)
+    assert run.outcomes == ["failed", "finished"], output
+    assert f"step {STEPS}/{STEPS}" in output  # live lines of rank 0
     failure, start = (run.attempts[0]["failure"], run.attempts[1]["checkpoint_start"])
     assert (failure["kind"], failure["rank"], failure["exit"]) == ("signal", ranks - 1, 137)
-    assert start >= 15 and f"from step {start}" in said and run.losses == reference.losses
-    said = finish(run.local("train.seed=7", processes=ranks), code=2)
-    assert said.startswith("launch: error: ") and "train.seed" in said and "--update" in said
+    assert start >= 15 and f"from step {start}" in output and run.losses == reference.losses
+    output = finish(run.local("train.seed=7", processes=ranks), code=2)
+    assert output.startswith("launch: error: ") and "train.seed" in output and "--update" in output
 
 
 def test_the_profile_is_that_of_the_machine(

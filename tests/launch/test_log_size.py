@@ -64,8 +64,8 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
         source = Source(path, "a")
         scribe, (always, seldom, late) = scribe_of(path), (Tail(source) for _ in range(3))
         seen, followed, joined = list[Line](), list[Line](), list[Line]()
-        said = [f"line {number} {'x' * chance.randrange(150)}" for number in range(500)]
-        data = "".join(f"{text}\n" for text in said).encode()
+        output = [f"line {number} {'x' * chance.randrange(150)}" for number in range(500)]
+        data = "".join(f"{text}\n" for text in output).encode()
         half = len(data) // 2
 
         def write(file: int, view: memoryview) -> int:
@@ -91,7 +91,7 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
             if not half:
                 joined += late.read()
         # No line that was read in time is missing, and no marker is given.
-        assert [line.text for line in seen] == said
+        assert [line.text for line in seen] == output
         given = numbers(followed)
         # Each line once, plus markers.
         assert given == sorted({*given}) and len(given) < len(followed)
@@ -102,9 +102,9 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
         (at,) = [index for index, line in enumerate(lines) if LEFT_OUT.fullmatch(line.text)]
         gone = range(at, left[at])
         assert left == [*range(at), *range(left[at], 500)]
-        told = LEFT_OUT.fullmatch(lines[at].text)
-        stamped = [len(f"1795296019.584 {text}\n") for text in said]
-        assert told and int(told[1]) == sum(stamped[number] for number in gone)
+        report = LEFT_OUT.fullmatch(lines[at].text)
+        stamped = [len(f"1795296019.584 {text}\n") for text in output]
+        assert report and int(report[1]) == sum(stamped[number] for number in gone)
         least = LIMIT / 4 - max(stamped)
         assert least < sum(stamped[:at]) <= LIMIT / 4 and sum(stamped[left[at] :]) > least
         assert last_stamp(path) == lines[-1].time and scribe.lost == 0

@@ -122,7 +122,7 @@ LOST = (
 
 
 def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(look: Look) -> None:
-    for answer, said in (
+    for answer, output in (
         ([9, NO_DRIVER], "couldn't communicate with the NVIDIA driver"),
         ([18, MISMATCH], "Driver/library version mismatch"),
         ([15, LOST], "GPU0000:5D:00.0: GPU is lost"),
@@ -130,7 +130,7 @@ def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(look: Look) -> Non
         ([139, ""], "nvidia-smi failed with exit code 139"),
     ):
         found = look({**smi.Node().answers(), smi.CORE: answer})
-        assert any(said in fault for fault in found.faults)
+        assert any(output in fault for fault in found.faults)
 
 
 def test_a_program_that_is_missing_is_a_fault_where_it_is_needed(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_a_product_that_is_wrong_slow_broken_or_hangs_is_the_fault_of_its_gpu(
     report = within(
         3, monkeypatch, smi.install(tmp_path / "bin", smi.Node().answers()), python=str(python)
     )
-    said = {fault.split(" ")[1]: fault.partition("): ")[2] for fault in report.faults}
-    assert said == {
+    output = {fault.split(" ")[1]: fault.partition("): ")[2] for fault in report.faults}
+    assert output == {
         "0": "3 entries of a product are wrong",
         "2": "212 TFLOP/s in bfloat16, the node's median is 650",
         "3": "CUDA error: uncorrectable ECC error encountered",

@@ -353,10 +353,10 @@ def test_nodes_enough_are_of_one_partition_and_of_the_reservation_and_named_ones
     ):
         asked = job | slurm.fields(more)
         assert slurm.enough_nodes(nodes, asked, exclude.split()) == enough, (more, exclude)
-    told = slurm.fields(
+    report = slurm.fields(
         "JobId=7 Restarts=1 Partition=main Comment=as Restarts=9 in Partition=x StdIn=/dev/null"
     )
-    assert (told["Restarts"], told["Partition"], told["StdIn"]) == ("1", "main", "/dev/null")
+    assert (report["Restarts"], report["Partition"], report["StdIn"]) == ("1", "main", "/dev/null")
 
 
 def test_hidden_partitions_are_asked_for(commands: Commands, tmp_path: Path) -> None:
@@ -489,10 +489,10 @@ def test_a_lock_that_is_left_held_stops_no_run(
             and commands.calls("scontrol").count("requeue 8") == 2
             and not busy.exists()
         )
-        told = json.loads(notices.read_text())
+        report = json.loads(notices.read_text())
         assert (
-            told["event"] == "stopped"
-            and "another job (7, on n9), after 3 starts and 0 minutes" in told["message"]
+            report["event"] == "stopped"
+            and "another job (7, on n9), after 3 starts and 0 minutes" in report["message"]
         )
         monkeypatch.setattr(supervisor, "BUSY_SECONDS", 100.0)
         write_json(busy, {"since": time.time() - 101.0, "times": 1})

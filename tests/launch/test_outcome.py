@@ -16,7 +16,7 @@ from launch.job import rank_log, write_json
 from launch.node.failures import (
     Cause,
     Findings,
-    all_told,
+    all_signalled,
     failures,
     first_failure,
     kind_of,
@@ -247,7 +247,7 @@ def test_ranks_that_were_all_told_to_end_were_not_the_cause(tmp_path: Path) -> N
     ]
     for rank, at, values, expected in steps:
         record(tmp_path, rank, at, **values)
-        assert all_told(tmp_path) is expected, (rank, values)
+        assert all_signalled(tmp_path) is expected, (rank, values)
 
 
 def test_the_input_is_wrong_on_hosts_where_ranks_said_so_if_others_did_not(tmp_path: Path) -> None:

@@ -292,12 +292,14 @@ def test_whatever_happens_a_run_ends_within_its_limits() -> None:
 )
 def test_a_directory_that_stays_in_use_is_a_failure_in_the_end(spread: float, free: int) -> None:
     """It is waited for twenty times or half an hour; from then on each time counts as a failure."""
-    past, told = [KEPT], Decision("restart", "")
-    while told.action == "restart":
+    past, report = [KEPT], Decision("restart", "")
+    while report.action == "restart":
         past.append(End("busy", time=1000 + spread * len(past)))
-        told = decide(past, Limits(), QUEUE)
+        report = decide(past, Limits(), QUEUE)
     assert (
-        len(past) - 1 == free + Limits().max_failures + 1 and told.action == "stop" and told.gave_up
+        len(past) - 1 == free + Limits().max_failures + 1
+        and report.action == "stop"
+        and report.gave_up
     )
 
 

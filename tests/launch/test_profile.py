@@ -134,14 +134,14 @@ def test_each_mistake_is_one_line_that_repeats_no_secret(
     for text in MISTAKES.splitlines():
         with pytest.raises(UserError) as caught:
             given(path, text)
-        said = str(caught.value)
+        output = str(caught.value)
         assert (
-            said.startswith(str(path))
-            and "\n" not in said
-            and "a-secret-value" not in said
-            and "0123456789" not in said
+            output.startswith(str(path))
+            and "\n" not in output
+            and "a-secret-value" not in output
+            and "0123456789" not in output
         ), text
-        wording(said)
+        wording(output)
 
 
 def test_lines_that_bash_does_not_understand_are_refused(path: Path) -> None:

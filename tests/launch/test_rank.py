@@ -148,8 +148,8 @@ def test_the_keeper_ends_as_the_command_does(keep: Keep, tmp_path: Path) -> None
         )
     assert (missing.wait(), data.wait()) == (127, 126)
     assert "Permission denied" in data.record["error"]
-    for told in (missing.record["error"], missing.log, missing.stderr):
-        assert "cannot start /nowhere/python" in told
+    for report in (missing.record["error"], missing.log, missing.stderr):
+        assert "cannot start /nowhere/python" in report
 
 
 def test_the_error_is_the_last_tracebacks_last_line_and_a_running_rank_has_a_record_without_an_end(
@@ -271,9 +271,13 @@ def test_lines_are_those_of_the_command_however_they_come(tmp_path: Path) -> Non
     # end do no harm.
     bar = fed(b"0%\r50%\r100%\nwindows\r\nopen\rend", random.Random(1), tmp_path)
     assert texts(bar) == ["100%", "windows", "end"]
-    said = texts(fed(b"\xff\xfe\x00\n" + b"y" * 200_000 + b"\nafter\n", random.Random(2), tmp_path))
+    output = texts(
+        fed(b"\xff\xfe\x00\n" + b"y" * 200_000 + b"\nafter\n", random.Random(2), tmp_path)
+    )
     assert (
-        said[-1] == "after" and sum(len(text) for text in said[1:-1]) == 200_000 and len(said) <= 6
+        output[-1] == "after"
+        and sum(len(text) for text in output[1:-1]) == 200_000
+        and len(output) <= 6
     )
 
 

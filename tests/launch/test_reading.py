@@ -43,7 +43,7 @@ def row(job: Job, queue: Queue | None = None) -> Row:
     return only
 
 
-def slurm_says(state: str | None, reason: str = "") -> Queue:
+def slurm_state(state: str | None, reason: str = "") -> Queue:
     """Return Slurm's state of job 12."""
     return Queue({"7": QueueState("COMPLETED"), "12": QueueState(state, reason)} if state else {})
 
@@ -94,7 +94,7 @@ def test_the_queues_word_counts_before_the_supervisors(tmp_path: Path, wording: 
         job = make_job(tmp_path / str(number))
         if supervisor:
             says(job, supervisor, job_id="12", pid=4711, host="n1")
-        found = row(job, SILENT if queue == "SILENT" else slurm_says(queue))
+        found = row(job, SILENT if queue == "SILENT" else slurm_state(queue))
         assert (found.state, found.active) == (state, active == "active"), line
         assert found.job_id == ("12" if supervisor or queue not in (None, "SILENT") else None), line
         wording(f"{found.state}: {found.message}")
@@ -109,15 +109,15 @@ def test_a_run_that_was_resubmitted_after_its_end_stands_as_its_new_job_does(
         job = make_job(tmp_path / state)
         says(job, state, message="of old", **known)
         assert ask([job]) != Queue({})  # this machine has no Slurm that knows these jobs
-        waits = row(job, slurm_says("PENDING", "Priority"))
+        waits = row(job, slurm_state("PENDING", "Priority"))
         assert (waits.state, waits.active, waits.message) == ("queued", True, "waits: Priority")
         assert (
-            row(job, slurm_says("RUNNING")).state == "starting"
-            and row(job, slurm_says("FAILED")).state == "lost"
+            row(job, slurm_state("RUNNING")).state == "starting"
+            and row(job, slurm_state("FAILED")).state == "lost"
         )
         assert row(job, SILENT).state == "unknown?"
         stops(job, "cancelled")
-        assert row(job, slurm_says("CANCELLED")).state == "cancelled"
+        assert row(job, slurm_state("CANCELLED")).state == "cancelled"
 
 
 def test_a_local_supervisor_is_believed_only_while_it_lives(tmp_path: Path, dead: int) -> None:
@@ -160,17 +160,17 @@ def test_the_numbers_are_those_of_the_last_whole_line(tmp_path: Path) -> None:
     job = make_job(tmp_path / "demo")
     trained(job)
     says(job, "running", failures=1)
-    found = row(job, slurm_says("RUNNING"))
+    found = row(job, slurm_state("RUNNING"))
     assert (found.step, found.steps, found.loss, found.valid_loss) == (102, 40000, 10.0 - 1.02, 8.5)
     assert (found.tokens_per_second, found.step_age) == (1.5e6, 5.0)
     assert (found.attempt, found.failures) == (2, 1)
     assert found.seconds_left == (40000 - 102) * 0.5
-    over = row(job, slurm_says("FAILED"))
+    over = row(job, slurm_state("FAILED"))
     assert (over.step, over.loss) == (102, 10.0 - 1.02)
     assert over.seconds_left is over.step_age is None
     merge = make_job(tmp_path / "merge", kind="command")
     trained(merge)
-    assert row(merge, slurm_says("RUNNING")).step is None
+    assert row(merge, slurm_state("RUNNING")).step is None
 
 
 def test_an_array_is_one_row_of_counts_and_its_first_trouble(tmp_path: Path) -> None:
@@ -395,8 +395,8 @@ def test_arrays_name_their_items_and_have_a_file_of_slurms_for_each(
         )
         (launch_folder(tmp_path / "lr") / f"slurm-{array}.out").write_text("another job's\n")
     for _ in range(2):  # before and after its first attempt
-        told = [line for line in said(capsys, "logs", tmp_path / "lr") if "slurm" in line]
-        assert told == ["[lr[0] slurm] task 0 of 12", "[lr[1] slurm] task 1 of 13"]
+        report = [line for line in said(capsys, "logs", tmp_path / "lr") if "slurm" in line]
+        assert report == ["[lr[0] slurm] task 0 of 12", "[lr[1] slurm] task 1 of 13"]
         assert [
             line for line in said(capsys, "logs", job.items[1].directory) if "slurm" in line
         ] == ["[slurm] task 1 of 13"]

@@ -171,10 +171,10 @@ def test_a_submission_is_refused_before_anything_is_written(
         *"model.vocab_size=1000 --cluster mine.yaml --dependency singleton --directory d".split(),
     ]
     assert main(words) == 2
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        TOO_MUCH in said.err
-        and said.err.count("\n") == 1
+        TOO_MUCH in output.err
+        and output.err.count("\n") == 1
         and not Path("d/launch/job.json").exists()
     )
     assert main([*words, "--no-rehearse", "--parsable"]) == 0 and len(answers.asked) == 1

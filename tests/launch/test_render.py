@@ -83,8 +83,8 @@ def rendered(make: Callable[[], str]) -> str | None:
     try:
         return make()
     except UserError as error:
-        said = str(error)
-    assert len(said.splitlines()) == 1
+        output = str(error)
+    assert len(output.splitlines()) == 1
     return None
 
 
@@ -368,7 +368,7 @@ def test_only_starts_that_failed_in_a_row_are_counted(line: str, root: Path) -> 
     Strict modes of bash have no effect.
     """
     restarts, refused, delay, comments = line.split(maxsplit=3)
-    comment, _, told = comments.partition(" ->")
+    comment, _, report = comments.partition(" ->")
     strict = "setup: {lines: [set -euo pipefail]}"
     profile = given(
         root,
@@ -382,7 +382,7 @@ def test_only_starts_that_failed_in_a_row_are_counted(line: str, root: Path) -> 
     }
     done, calls = run(render(job), root, **slurm), root / "calls"
     asked = calls.read_text().splitlines() if calls.exists() else []
-    if not told:
+    if not report:
         assert done.returncode == 2 and not any("StartTime" in call for call in asked)
         event = json.loads((root / "notice").read_text())
         names = (event["event"], event["name"], event["directory"], event["job_id"])
@@ -392,7 +392,7 @@ def test_only_starts_that_failed_in_a_row_are_counted(line: str, root: Path) -> 
     assert done.returncode == 0 and not (root / "notice").exists()
     # Without node1 too few nodes remain, so no node is excluded.
     assert asked == [
-        f"update|JobId=12|Comment={told.strip()}|",
+        f"update|JobId=12|Comment={report.strip()}|",
         "requeue|12|",
         f"update|JobId=12|StartTime=now+{delay}|",
     ]

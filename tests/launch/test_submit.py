@@ -139,12 +139,12 @@ def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_nam
     assert config_of(job.directory)["train"]["steps"] != 401
     marker = code_folder(job.path) / "pretrain" / "marker.py"
     marker.write_text("")
-    for words, told in (
+    for words, report in (
         (("train.seed=8", "train.steps=401"), r"train\.steps is \d+, not 401"),
         (("optimizer.lr=1e-9", "optimizer.min_lr=1e-9"), r"optimizer\.lr is .*, not 1e-09"),
         (("data.train.0.prefix=other",), r"data\.train\.0\.prefix is .*, not other"),
     ):
-        with pytest.raises(UserError, match=told + ".*--update"):
+        with pytest.raises(UserError, match=report + ".*--update"):
             prepare(run(DEMO, *words))
     with pytest.raises(UserError, match="processes_per_node is 2, not 1"):
         prepare(Request((DEMO,), False, load_profile("local.yaml"), "local.yaml", processes=1))
@@ -180,7 +180,7 @@ def test_an_older_code_reads_the_settings_of_its_run() -> None:
 def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
     begin(command("data_prep", "status", "a", directory="d"))
     begin(command("data_prep", "run", directory="e", tasks=5))
-    for request, told in (
+    for request, report in (
         (
             command("data_prep", "status", "b", directory="d"),
             "has the job `data_prep status a`, not `data_prep status b`",
@@ -188,7 +188,7 @@ def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
         (command("data_prep", "status", "a", directory="d", tasks=2), "array is False, not True"),
         (command("data_prep", "run", directory="e", tasks=3), "5 tasks, not 3"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=report):
             prepare(request)
     job, _ = find_job("e")
     finish(job, 0, 3)
@@ -198,8 +198,8 @@ def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
     kinds = [standing.kind for standing in draft.standings]
     assert kinds == "finished idle idle finished stopped".split()
     assert find_job("e/tasks/0001") == (job, [1])
-    for path, told in (("e/tasks", "no launch/job.json"), ("nowhere", "no such directory")):
-        with pytest.raises(UserError, match=told):
+    for path, report in (("e/tasks", "no launch/job.json"), ("nowhere", "no such directory")):
+        with pytest.raises(UserError, match=report):
             find_job(path)
 
 
@@ -399,9 +399,9 @@ def test_mistakes_are_one_line(
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/nowhere")
     for line in MISTAKES.splitlines():
         assert main(shlex.split(line.replace("DEMO", shlex.quote(DEMO)))) == 2, line
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1, line
-        wording(said)
+        output = capsys.readouterr().err
+        assert output.count("\n") == 1, line
+        wording(output)
     assert not list(tmp_path.rglob("submissions.jsonl"))
 
 
@@ -413,7 +413,7 @@ def test_a_dry_run_shows_all_and_writes_nothing(tmp_path: Path) -> None:
     cordon = f"--set=paths.cordon={tmp_path}/cordon.jsonl"
     done = launch("submit", DEMO, *words.split(), cordon, "--dry-run")
     assert sorted(tmp_path.rglob("*")) == before
-    for told in (
+    for report in (
         "2 nodes x 2 processes = 4",
         "n9, n8, n7",
         "afterok:12",
@@ -424,7 +424,7 @@ def test_a_dry_run_shows_all_and_writes_nothing(tmp_path: Path) -> None:
         "#!/bin/bash\n",
         "pretrain's plan is not known yet: data.train.0.prefix",
     ):
-        assert told in done.stdout, done.stdout
+        assert report in done.stdout, done.stdout
     words = "--cluster local.yaml --grid train.seed=1,2 --directory s --at-once 2 --dry-run"
     assert launch("sweep", DEMO, *words.split()).stdout.count("idle") == 2
     assert sorted(tmp_path.rglob("*")) == before
@@ -460,11 +460,11 @@ def test_dependencies_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
             UserError, match=f"{word}: that job is FAILED; a job after it would never start"
         ):
             dependency([word])
-    told = (
+    report = (
         "SBATCH_PARTITION SLURM_ARRAY_TASK_ID SQUEUE_FORMAT SLURM_JOB_ID SRUN_CPUS_PER_TASK".split()
     )
     kept = dict.fromkeys("SLURM_CONF SLURM_CONF_SERVER PATH HF_TOKEN MY_SLURM_".split(), "x")
-    assert clean_environment({**dict.fromkeys(told, "1"), **kept}) == kept
+    assert clean_environment({**dict.fromkeys(report, "1"), **kept}) == kept
 
 
 def test_a_requeue_tells_what_becomes_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:

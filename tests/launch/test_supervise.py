@@ -45,8 +45,10 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
 
 def tell(case: Case, wording: Wording) -> None:
     """Compare the last state and the failure of each attempt with the golden file."""
-    told = [case.state, *((attempt["failure"] or {}) for attempt in case.attempts)]
-    lines = [f"{one.get('state') or one.get('kind')}: {one.get('message')}" for one in told if one]
+    report = [case.state, *((attempt["failure"] or {}) for attempt in case.attempts)]
+    lines = [
+        f"{one.get('state') or one.get('kind')}: {one.get('message')}" for one in report if one
+    ]
     wording(
         re.sub(r"\d+\.\d\b", "N", "\n".join(lines)), HOST=socket.gethostname().partition(".")[0]
     )
@@ -64,8 +66,8 @@ def test_crashes_are_survived_from_the_last_checkpoint(tmp_path: Path, wording: 
         script,
         notify={"command": f"cat >> '{events}'", "events": ["started", "failed", "finished"]},
     )
-    code, said = case.run("--show", environment={"MY_TOKEN": "canary-canary"})
-    assert code == 0 and case.outcomes == ["failed", "failed", "finished"], said
+    code, output = case.run("--show", environment={"MY_TOKEN": "canary-canary"})
+    assert code == 0 and case.outcomes == ["failed", "failed", "finished"], output
     tell(case, wording)
     failed = [one["failure"] for one in case.attempts[:2]]
     ends = [(failure["rank"], failure["step"], failure["exit"]) for failure in failed]
@@ -78,15 +80,15 @@ def test_crashes_are_survived_from_the_last_checkpoint(tmp_path: Path, wording: 
     ]
     assert decisions == [("restart", 0.05), ("restart", 0.1), ("finish", 0.0)]
     # The supervisor does not wait for the notification command, so a later one may be faster.
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    told.sort(key=lambda event: float(event["time"]))
-    names = " ".join(event["event"] for event in told)
+    report = [json.loads(line) for line in events.read_text().splitlines()]
+    report.sort(key=lambda event: float(event["time"]))
+    names = " ".join(event["event"] for event in report)
     assert names == "started failed started failed started finished"
-    assert "attempt 2 from step 3, token ***" in said  # the line of rank 0, as in its log
+    assert "attempt 2 from step 3, token ***" in output  # the line of rank 0, as in its log
     assert not any(
         b"canary-canary" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
     )
-    lines = [line.partition(" launch: ")[2] for line in said.splitlines() if " launch: " in line]
+    lines = [line.partition(" launch: ")[2] for line in output.splitlines() if " launch: " in line]
     log = (case.directory / "launch" / "supervisor.log").read_text().splitlines()
     assert [re.fullmatch(r"\d{10}\.\d{3} (.*)", line)[1] for line in log] == lines  # type: ignore[index]
     command = read_json(case.directory / "attempts" / "0001" / "environment.json")["command"]
@@ -144,8 +146,8 @@ ENDS: dict[str, tuple[Script, dict[str, Any], int, str]] = {
 def test_how_runs_end(name: str, tmp_path: Path, wording: Wording) -> None:
     script, changes, code, outcomes = ENDS[name]
     case = Case(tmp_path / "run", script, **changes)
-    found, said = case.run()
-    assert (found, " ".join(case.outcomes)) == (code, outcomes), said
+    found, output = case.run()
+    assert (found, " ".join(case.outcomes)) == (code, outcomes), output
     tell(case, wording)
     # Without a queue, the node is not recorded for other jobs.
     assert not (tmp_path / "cordon.jsonl").exists()
@@ -160,16 +162,16 @@ def test_a_crash_loop_stops_until_a_person_starts_it_again(
         restarts={"max_failures": 2},
         notify={"command": "echo no chat >&2; exit 3", "events": ["started"]},
     )
-    code, said = case.run()
+    code, output = case.run()
     assert code == 1 and case.outcomes == ["failed"] * 3
     tell(case, wording)
     stop = json.loads((tmp_path / "launch" / "stop.json").read_text())
     assert stop["why"] == "gave up" and stop["message"] == case.state["message"]
     assert (
-        f"python -m launch logs --errors {tmp_path}" in said
-        and f"python -m launch requeue {tmp_path}" in said
+        f"python -m launch logs --errors {tmp_path}" in output
+        and f"python -m launch requeue {tmp_path}" in output
     )
-    assert said.count("notify.command ended with 3: no chat") == 3
+    assert output.count("notify.command ended with 3: no chat") == 3
     assert case.run()[0] == 1 and len(case.attempts) == 3 and case.state["state"] == "cancelled"
     (tmp_path / "launch" / "stop.json").unlink()
     # "four", then "five" twice in a row.
@@ -219,11 +221,11 @@ def test_signals(name: str, tmp_path: Path, wording: Wording) -> None:
     for number in numbers[:-1]:
         supervisor.send_signal(number)
         wait_for(lambda: number == USR1 or case.state["state"] == "saving")  # noqa: B023
-    found, said = end(supervisor, numbers[-1])
-    assert (found, " ".join(case.outcomes)) == (code, outcomes), said
+    found, output = end(supervisor, numbers[-1])
+    assert (found, " ".join(case.outcomes)) == (code, outcomes), output
     tell(case, wording)
     wording(
-        "\n".join(line.partition(" launch: ")[2] for line in said.splitlines()[-2:]),
+        "\n".join(line.partition(" launch: ")[2] for line in output.splitlines()[-2:]),
         HOST=socket.gethostname().partition(".")[0],
     )
     assert not alive(pid) and (tmp_path / "launch" / "stop.json").exists() == stop
@@ -255,12 +257,12 @@ def test_a_hang_is_dumped_and_restarted(tmp_path: Path, wording: Wording) -> Non
         [{"to": 1, "checkpoint": [1], "end": "stop"}, {"to": 1}],
         watchdog={**HOURS, "step_minutes": 0.01},
     )
-    code, said = case.run()
-    assert code == 0 and case.outcomes == ["hang", "finished"], said
+    code, output = case.run()
+    assert code == 0 and case.outcomes == ["hang", "finished"], output
     tell(case, wording)
     assert (
         tmp_path / "attempts/0001/dumps/rank_00000.txt"
-    ).stat().st_size > 0 and "stacks of 1 of 1 ranks are in" in said
+    ).stat().st_size > 0 and "stacks of 1 of 1 ranks are in" in output
     assert not alive(read_json(tmp_path / "attempts/0001/ranks/rank_00000.json")["child"])
 
 
@@ -276,8 +278,8 @@ def test_killed_supervisors_take_their_ranks_along_and_the_next_one_goes_on_or_g
         supervisor = case.start()
         pid = case.ready(number)
         if number == 1:
-            code, said = case.run()
-            assert code == Exit.IN_USE and said.startswith(
+            code, output = case.run()
+            assert code == Exit.IN_USE and output.startswith(
                 f"launch: error: {tmp_path} is already supervised by another process"
             )
         end(supervisor, signal.SIGKILL)
@@ -359,12 +361,12 @@ def test_a_hook_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_and_one_without_a_job_are_told(tmp_path: Path) -> None:
     case = Case(tmp_path, restarts={"max_failures": 1})
     (tmp_path / "attempts").write_text("")
-    code, said = case.run()
-    assert code == Exit.WRONG_INPUT and said.count("attempts/0001: Not a directory") == 2, said
+    code, output = case.run()
+    assert code == Exit.WRONG_INPUT and output.count("attempts/0001: Not a directory") == 2, output
     assert case.state["state"] == "stopped"
     (tmp_path / "launch" / "job.json").unlink()
-    code, said = case.run()
-    assert code == 2 and said.startswith(f"launch: error: {tmp_path}: no job with an item 0; ")
+    code, output = case.run()
+    assert code == 2 and output.startswith(f"launch: error: {tmp_path}: no job with an item 0; ")
 
 
 FAILS = "import os, sys; sys.exit('no ' + 'abcde'[int(os.environ['LAUNCH_ATTEMPT'][-4:]) - 1] * 9)"
@@ -428,7 +430,7 @@ def test_only_closed_attempts_own_files_are_removed(
     """Links are removed, not followed; a file that cannot be removed is reported and tried again,
     without ending the run.
     """
-    outside, item, said = tmp_path / "outside", tmp_path / "item", list[str]()
+    outside, item, output = tmp_path / "outside", tmp_path / "item", list[str]()
     folders = {
         number: make_attempt(item, number, 1.7e9, ended=1.7e9 + 9, outcome="failed", **FIELDS)
         for number in range(1, 36)
@@ -453,8 +455,8 @@ def test_only_closed_attempts_own_files_are_removed(
 
     (folders[10] / "ranks.json").write_text("{}")
     monkeypatch.setattr(os, "unlink", refuse)
-    found = run_files.prune(run_files.records(item), said.append)
-    assert said == [
+    found = run_files.prune(run_files.records(item), output.append)
+    assert output == [
         f"the files of attempt 10 cannot be removed: {folders[10]}/ranks.json: Read-only file"
         " system"
     ]
@@ -469,14 +471,14 @@ def test_only_closed_attempts_own_files_are_removed(
         (outside / name).exists() for name in ("file", "folder/file", "0009/logs/rank_00000.log")
     )
     refused.clear()
-    again = run_files.prune(found, said.append)
-    assert len(said) == 1 and [*folders[10].iterdir()] == [folders[10] / "attempt.json"]
+    again = run_files.prune(found, output.append)
+    assert len(output) == 1 and [*folders[10].iterdir()] == [folders[10] / "attempt.json"]
     assert [record.end for record in again] == before
     assert [record.end for record in run_files.records(item)] == before
     # A folder that a person removed in between is not created again.
     shutil.rmtree(folders[17])
-    run_files.prune([*again, *again[-1:]], said.append)
-    assert len(said) == 1 and not folders[17].exists()
+    run_files.prune([*again, *again[-1:]], output.append)
+    assert len(output) == 1 and not folders[17].exists()
 
 
 def test_the_watchdog() -> None:

@@ -76,6 +76,6 @@ def launch(
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
     """Wait for the end and return the output."""
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == code, said
-    return said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output

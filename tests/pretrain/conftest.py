@@ -236,9 +236,9 @@ class Command:
 
     def refused(self, *overrides: str, code: int = 2, config: str = DEMO) -> str:
         """Return the error output of a run that fails, which is one line."""
-        said = self(*overrides, code=code, config=config)
-        assert said.count("\n") == 1, said
-        return said
+        output = self(*overrides, code=code, config=config)
+        assert output.count("\n") == 1, output
+        return output
 
     def fork(self, parent: Path | str, new: Path, *overrides: str, code: int = 0) -> str:
         """Run a fork of ``parent`` in the folder ``new``."""

@@ -233,9 +233,9 @@ def _run(job: Job, cache: Path) -> Done:
         if number == job.steps:
             break
         consumed = progress.consumed_samples + schedule.batch_samples
-        with norms(number) as told:
+        with norms(number) as report:
             result = engine.train_step(stream, consumed)
-        done.norms.append(told)
+        done.norms.append(report)
         assert not result.skipped
         progress = Progress(progress.step + 1, consumed, progress.order_samples)
         done.steps.append((result.loss, result.grad_norm))

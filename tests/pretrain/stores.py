@@ -158,9 +158,9 @@ def bring_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
         assert command[1:3] == ["-m", store_cache.CLIENT] and given["stderr"] == subprocess.PIPE
         forget_clients()
-        with redirect_stderr(io.StringIO()) as said:
+        with redirect_stderr(io.StringIO()) as output:
             code = store_client.main(command[3:])
-        return subprocess.CompletedProcess(command, code, "", said.getvalue())
+        return subprocess.CompletedProcess(command, code, "", output.getvalue())
 
     monkeypatch.setattr(
         store_cache,

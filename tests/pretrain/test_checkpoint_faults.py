@@ -201,10 +201,10 @@ def test_two_ranks_agree_on_a_flipped_bit(
     expected = losses(pretrain.run_dir)
     flip(pretrain.checkpoints / "step_00000012" / "__1_0.distcp", 100_000)
     (pretrain.run_dir / "progress.json").unlink()
-    codes, said = ended(2, arguments, tmp_path / "second")
-    assert codes == [0, 0], said
-    assert "step_00000012 is damaged: __1_0.distcp: " in said[0]
-    assert "step_00000008 at step 8" in said[0]
+    codes, output = ended(2, arguments, tmp_path / "second")
+    assert codes == [0, 0], output
+    assert "step_00000012 is damaged: __1_0.distcp: " in output[0]
+    assert "step_00000008 at step 8" in output[0]
     assert losses(pretrain.run_dir) == expected
 
 
@@ -224,11 +224,11 @@ def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: s
             step / "__0_1.distcp", 400_000
         )
     for _ in range(2):
-        said = pretrain.refused(
+        output = pretrain.refused(
             "checkpoint.keep_last=1", "optimizer.schedule=constant", "train.steps=10", code=1
         )
-        assert said.startswith("pretrain: error: no checkpoint in ")
-        assert "checkpoint.load" in said and "run_dir" in said
+        assert output.startswith("pretrain: error: no checkpoint in ")
+        assert "checkpoint.load" in output and "run_dir" in output
         assert steps(pretrain) == before
     shutil.copytree(pretrain.run_dir / "kept", pretrain.checkpoints, dirs_exist_ok=True)
     assert "step_00000008 at step 8" in pretrain("train.steps=10", "optimizer.schedule=constant")
@@ -270,8 +270,8 @@ def failed(run_dir: Path, step: str) -> None:
     """Check that progress.json reports a failure at this checkpoint, and that no part of the
     checkpoint remains.
     """
-    told = json.loads((run_dir / "progress.json").read_text())
-    assert told["state"] == "failed" and f"{step} cannot be written: " in told["message"]
+    report = json.loads((run_dir / "progress.json").read_text())
+    assert report["state"] == "failed" and f"{step} cannot be written: " in report["message"]
     assert not [path.name for path in (run_dir / "checkpoints").iterdir() if step in path.name]
 
 
@@ -321,22 +321,22 @@ def test_training_goes_on_over_a_save_that_fails(
     limited = (*QUIET, how, "checkpoint.interval=2")
     pretrain(*limited, "checkpoint.max_unsaved_steps=6")
     for number in fails:
-        told = (
+        report = (
             f"step_{number:08d} cannot be written: File too large (rank 0); training continues, "
             f"{number - 4} steps are not saved"
         )
-        assert pretrain.out.count(told) == 1 and sum(told in alert for alert in alerts) == 1
+        assert pretrain.out.count(report) == 1 and sum(report in alert for alert in alerts) == 1
     whole = pretrain.run_dir.with_name(f"{pretrain.run_dir.name}_whole")
     assert losses(pretrain.run_dir) == losses(whole)
     assert same(weights(pretrain.run_dir), weights(whole))
     shutil.rmtree(pretrain.run_dir)
-    said = pretrain.refused(*limited, "checkpoint.max_unsaved_steps=5", code=1)
-    assert said.endswith("step_00000010 cannot be written: File too large (rank 0)\n")
+    output = pretrain.refused(*limited, "checkpoint.max_unsaved_steps=5", code=1)
+    assert output.endswith("step_00000010 cannot be written: File too large (rank 0)\n")
     shutil.rmtree(pretrain.run_dir)
     fails.add(12)
-    said = pretrain.refused(*limited, "checkpoint.max_unsaved_steps=100", code=1)
-    assert said.endswith("step_00000012 cannot be written: File too large (rank 0)\n")
-    assert alerts[-1] == "training failed: " + said.removeprefix("pretrain: error: ").rstrip()
+    output = pretrain.refused(*limited, "checkpoint.max_unsaved_steps=100", code=1)
+    assert output.endswith("step_00000012 cannot be written: File too large (rank 0)\n")
+    assert alerts[-1] == "training failed: " + output.removeprefix("pretrain: error: ").rstrip()
 
 
 @pytest.fixture
@@ -371,9 +371,9 @@ def test_a_full_file_system_under_two_ranks(
         path.stat().st_size for path in (run_dir / "checkpoints" / "step_00000004").glob("*.distcp")
     )
     fill(full, 200_000 if room == "for nothing" else tensors + 60_000)
-    codes, said = ended(2, arguments, tmp_path / "second")
+    codes, output = ended(2, arguments, tmp_path / "second")
     assert codes == [1, 1]
-    for text in said:
+    for text in output:
         assert (
             text.count("cannot be written: No space left on device") == 1
             and "Traceback" not in text
@@ -395,8 +395,8 @@ def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Com
     run_dir = full / "run"
     pretrain(f"run_dir={run_dir}", "train.steps=4")
     fill(full, 0)
-    said = pretrain.refused(f"run_dir={run_dir}", code=1)
-    assert "No space left on device" in said
+    output = pretrain.refused(f"run_dir={run_dir}", code=1)
+    assert "No space left on device" in output
     assert json.loads((run_dir / "progress.json").read_text())["state"] == "failed"
 
 

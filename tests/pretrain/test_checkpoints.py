@@ -51,10 +51,10 @@ def signalled(
     original = Trainer._step
 
     def made(trainer: Trainer, stream: Any) -> Any:
-        told = original(trainer, stream)
+        report = original(trainer, stream)
         for number in numbers if trainer.progress.step == step else ():
             os.kill(os.getpid(), number)
-        return told
+        return report
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", made)
@@ -156,9 +156,9 @@ def test_signal_saves_and_the_same_command_continues(
         pretrain("checkpoint.interval=0")
     stopped = max(losses(pretrain.run_dir))
     assert 3 <= stopped <= 4 and f"stopped by {number.name} after step" in pretrain.out
-    told = read_progress(pretrain.run_dir)
-    assert told is not None
-    assert (told["state"], told["step"], told["signal"]) == (
+    report = read_progress(pretrain.run_dir)
+    assert report is not None
+    assert (report["state"], report["step"], report["signal"]) == (
         "stopped",
         stopped,
         number.name,
@@ -291,11 +291,11 @@ def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(
     """
     ruined = (*RUINED, how, "train.max_bad_steps=3", "checkpoint.keep_last=1")
     for _ in range(2):
-        said = pretrain.refused(*ruined, "checkpoint.interval=1", code=3)
+        output = pretrain.refused(*ruined, "checkpoint.interval=1", code=3)
         good, last = (pretrain.checkpoints / f"step_0000000{step}" for step in (1, 3))
         assert (
             f"go back to checkpoint {good}, the newest from before them (remove the later ones, up"
-            f" to {last}), " in said
+            f" to {last}), " in output
         )
         assert bad_steps(pretrain.checkpoints) == {1: 0, 3: 2}
     assert [line["skipped"] for line in steps_of(pretrain.run_dir)] == [False] + 4 * [True]
@@ -346,8 +346,8 @@ def test_two_runs_in_one_directory_are_refused(pretrain: Command) -> None:
     pretrain.run_dir.mkdir()
     with (pretrain.run_dir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        said = pretrain.refused(code=75)  # later it may do
-    assert f"{pretrain.run_dir} is in use by another process" in said
+        output = pretrain.refused(code=75)  # later it may do
+    assert f"{pretrain.run_dir} is in use by another process" in output
     assert not (pretrain.run_dir / "progress.json").exists(), "it is the other process's"
     pretrain("train.steps=4")
     assert "checkpoint.resume = none, but" in pretrain.refused("checkpoint.resume=none")

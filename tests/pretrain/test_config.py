@@ -227,9 +227,9 @@ def test_numbers_and_words_as_people_write_them() -> None:
 
 def test_mistakes_on_the_command_line(wording: Wording) -> None:
     for override in MISTAKES["command line"]:
-        said = complaint(DEMO, override)
-        assert said.startswith("command line: ")
-        wording(f"{override}: {said}")
+        output = complaint(DEMO, override)
+        assert output.startswith("command line: ")
+        wording(f"{override}: {output}")
 
 
 MISTAKES: dict[str, Any] = yaml.safe_load(
@@ -397,8 +397,8 @@ def test_help_names_examples_exit_codes_and_a_sections_keys(
     assert all(re.search(rf"^ *{code.value}  ", text, re.M) for code in codes)
     keys = [(key, kind) for key, _, kind in walk(RunConfig) if not dataclasses.is_dataclass(kind)]
     for section in ("model", "model.fem", "optimizer"):
-        told = re.findall(r"^([\w.]+) = ", printed("--help", section), re.M)
-        assert told == [key for key, _ in keys if key.startswith(section + ".")]
+        report = re.findall(r"^([\w.]+) = ", printed("--help", section), re.M)
+        assert report == [key for key, _ in keys if key.startswith(section + ".")]
     assert "no such section; model, " in printed("--help", "modle")
 
 

@@ -222,10 +222,10 @@ def test_obstacles_are_one_line_each(
         script(bare / program, "")
     (folder / LOCK).touch()
     age(folder / OP)
-    told = str(ops.check_ops(True))
-    assert str(folder / LOCK) in told
-    assert told.endswith("python -m launch doctor --fix")
-    assert "\n" not in told
+    report = str(ops.check_ops(True))
+    assert str(folder / LOCK) in report
+    assert report.endswith("python -m launch doctor --fix")
+    assert "\n" not in report
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     assert "set TORCH_EXTENSIONS_DIR" in str(ops.check_ops(True))

@@ -87,9 +87,9 @@ def test_a_recipe_for_the_other_engine_needs_nothing_else_changed() -> None:
         [ENGINE, "engine.zero_stage=2", "model.vocab_size=50304", *asked],
     )
     validate(config, config.parallel.world_size or 1)
-    made, said = deepspeed_config(config, 1, parameters=10**9, cuda=True)
+    made, output = deepspeed_config(config, 1, parameters=10**9, cuda=True)
     assert made["zero_optimization"]["overlap_comm"] is config.parallel.overlap_grad_reduce
-    assert said == [
+    assert output == [
         "parallel.overlap_param_gather has no effect: it is Megatron's, and DeepSpeed's stage "
         "decides when it gathers"
     ]

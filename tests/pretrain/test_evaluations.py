@@ -273,7 +273,7 @@ ENDS: dict[str, tuple[list[str], dict[str, float]]] = {
 def test_whatever_becomes_of_it_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
-    told, values = ENDS[line]
+    report, values = ENDS[line]
     run = Run(tmp_path, line, monkeypatch, timeout_minutes=0.002 if "sleep" in line else 5.0)
     if "nowhere" in line:
         monkeypatch.setattr(sys, "executable", line)
@@ -283,8 +283,8 @@ def test_whatever_becomes_of_it_training_goes_on(
     os.utime(old, (1, 1))  # scores of weights from before the checkpoint
     run.start()
     run.write(10)
-    run.until(lambda: len(run.heard.messages) == len(told))
-    assert all(words in message for message, words in zip(run.heard.messages, told, strict=True))
+    run.until(lambda: len(run.heard.messages) == len(report))
+    assert all(words in message for message, words in zip(run.heard.messages, report, strict=True))
     assert run.heard.values == ([(10, values)] if values else [])
     if "nowhere" in line:
         return
@@ -292,7 +292,7 @@ def test_whatever_becomes_of_it_training_goes_on(
     (entry,) = records(tmp_path, NAME)
     assert entry["step"] == 10
     assert ("scores" in entry) == bool(values)
-    assert ("failed" in entry) == ("failed" in told[-1])
+    assert ("failed" in entry) == ("failed" in report[-1])
     again = Run(tmp_path, "exit 1", monkeypatch)
     again.store.last = run.store.last
     assert again.start().running is None, "what has ended, well or not, is not started again"
@@ -331,10 +331,10 @@ def test_the_end_waits_for_the_last_one(
     """The training ends after the result of the last evaluation has been logged."""
     run = Run(tmp_path, WAIT.format(gate=gate) + WRITE, monkeypatch, interval=0, at_end=True)
     monkeypatch.setattr(evaluations, "_WORD_SECONDS", 0.1)
-    said = run.heard.on_message
+    output = run.heard.on_message
 
     def on_message(text: str) -> None:
-        said(text)
+        output(text)
         gate.touch()
 
     monkeypatch.setattr(run.heard, "on_message", on_message)

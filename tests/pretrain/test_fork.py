@@ -43,7 +43,7 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(
         step_of(trunk, step) for step in (4, 6, 12)
     ]
     whole = ("train.steps=10", "checkpoint.keep_last=3")
-    wanted = {step: told for step, told in losses(straight).items() if step > 4}
+    wanted = {step: report for step, report in losses(straight).items() if step > 4}
     pretrain.fork(step_of(trunk, 4), decay, *whole)
     assert "forked from" in pretrain.out and losses(decay) == wanted
     assert losses(decay)[8] != losses(trunk)[8]  # the decay of the trunk has not begun
@@ -107,12 +107,12 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
         "optimizer.schedule=linear",
     )
     pretrain.fork(pretrain.run_dir, new, *whole)
-    told = [
+    report = [
         line
         for line in pretrain.out.splitlines()
         if line.startswith(("different from", "its data"))
     ]
-    wording("\n".join(told))
+    wording("\n".join(report))
     pretrain(
         *other,
         "train.steps=1",

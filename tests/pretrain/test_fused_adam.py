@@ -144,11 +144,11 @@ def updates_on_a_gpu() -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, more in cases.items():
         one = ["train.global_batch_size=2", "optimizer.clip_grad=0"]
-        told = rehearse(config_of(1, [*PLAIN, *one, *more], ON_A_GPU), 1, "h100")
+        report = rehearse(config_of(1, [*PLAIN, *one, *more], ON_A_GPU), 1, "h100")
         found[name] = {}
-        for each in told.ranks[0].trace.launches:
+        for each in report.ranks[0].trace.launches:
             moved = found[name].get(each.name, 0.0)
-            found[name][each.name] = moved + each.bytes / told.plan.total_parameters
+            found[name][each.name] = moved + each.bytes / report.plan.total_parameters
     return found
 
 

@@ -123,7 +123,7 @@ def trained(settings: list[str]) -> tuple[list[Any], list[Tensor], list[int]]:
     """Run three steps of two micro-batches, an evaluation after the first, diagnostics in the last;
     return outputs, weights, replay counts.
     """
-    graphed.calls, told, replays = list[Any](), list[Any](), list[int]()  # type: ignore[attr-defined]
+    graphed.calls, report, replays = list[Any](), list[Any](), list[int]()  # type: ignore[attr-defined]
     config = config_of(2, ["train.micro_batch_size=2", "train.global_batch_size=4", *settings])
     length = config.data.seq_length
     initialize_model_parallel(config)
@@ -136,14 +136,14 @@ def trained(settings: list[str]) -> tuple[list[Any], list[Tensor], list[int]]:
         for step in range(3):
             with observing(layers if step == 2 else {}) as seen:
                 result = engine.train_step(micro_batches(length), 4 * (step + 1))
-            told.append((result.loss, result.grad_norm))
+            report.append((result.loss, result.grad_norm))
             replays.append(len(graphed.calls))  # type: ignore[attr-defined]
             if step == 0:
-                told.append(engine.evaluate(micro_batches(length), 1))
+                report.append(engine.evaluate(micro_batches(length), 1))
     weights = [weight.detach().clone() for weight in engine.models[0].parameters()]
     engine.close()
     destroy_model_parallel()
-    return [*told, seen], weights, replays
+    return [*report, seen], weights, replays
 
 
 def compared(settings: list[str]) -> list[int]:
@@ -199,10 +199,10 @@ def test_a_machine_without_a_gpu_is_told() -> None:
 
 def on_paper(names: list[str]) -> tuple[set[str], float]:
     platform.import_megatron()
-    told = rehearse(config_of(2, [*TP2, *SP, *pattern(names), ON], ON_A_GPU), 2, "h100")
-    (rank,) = told.ranks
+    report = rehearse(config_of(2, [*TP2, *SP, *pattern(names), ON], ON_A_GPU), 2, "h100")
+    (rank,) = report.ranks
     reads = {re.sub(r":\d+", "", read) for read in rank.trace.reads}
-    return reads, told.plan.memory[0].total / rank.peak.bytes
+    return reads, report.plan.memory[0].total / rank.peak.bytes
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,11 @@ def test_what_is_not_whole_is_built_again_and_what_is_whole_never_replaced(tmp_p
     """The slower of two jobs discards its own cache, because the other job may be reading the
     existing one.
     """
-    for said, damage in DAMAGES.items():
-        cache = cache_in(tmp_path / str(len(said)))
+    for output, damage in DAMAGES.items():
+        cache = cache_in(tmp_path / str(len(output)))
         build(cache)
         damage(cache.folder)
-        assert cache.fault() == said
+        assert cache.fault() == output
         build(cache)
         assert cache.fault() is None
         before = (cache.folder / "one.npy").stat()
@@ -179,13 +179,13 @@ def test_builders_at_once_do_not_harm_each_other(tmp_path: Path, damages: bool) 
 def test_a_killed_builder_leaves_no_final_name_and_its_rest_is_removed_when_it_is_old(
     tmp_path: Path,
 ) -> None:
-    root, said = tmp_path / "cache", [tmp_path / f"said.{rank}" for rank in range(2)]
+    root, output = tmp_path / "cache", [tmp_path / f"said.{rank}" for rank in range(2)]
     with forked(2, holder, root, output=tmp_path / "said") as builders:
         wait_until(
-            lambda: all(each.exists() and each.read_text().endswith("\n") for each in said),
+            lambda: all(each.exists() and each.read_text().endswith("\n") for each in output),
             builders,
         )
-        rest, busy = (root / each.read_text().strip() for each in said)
+        rest, busy = (root / each.read_text().strip() for each in output)
         builders[0].kill()
         builders[0].join()
         cache = cache_in(root)
@@ -390,13 +390,13 @@ def test_the_folder_follows_what_decides_the_order(
 
 def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (run.folder / "file").write_text("")
-    said = run.refused("--index", f"data.index_cache={run.folder / 'file'}")
-    assert "the index cache cannot be written: " in said
-    assert said.endswith("; data.index_cache=FOLDER sets another location\n")
+    output = run.refused("--index", f"data.index_cache={run.folder / 'file'}")
+    assert "the index cache cannot be written: " in output
+    assert output.endswith("; data.index_cache=FOLDER sets another location\n")
     run.write_data(seed=2, documents=6_000, length=4)
     with largest_file(18_000):
-        said = run.refused("--index", code=1)  # a full disk may have space again later
-    assert said.startswith("pretrain: error: the index cache cannot be written: ")
+        output = run.refused("--index", code=1)  # a full disk may have space again later
+    assert output.startswith("pretrain: error: the index cache cannot be written: ")
     assert folders(run.cache) == []
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([DEMO, *run.settings, "--index"]) == 2

@@ -86,8 +86,8 @@ def test_curves_go_on_after_a_rewind_and_a_resume(
 
     lines = (pretrain.run_dir / "metrics.jsonl").read_text().splitlines()
     lines.remove('{"step": 9, "lo')
-    told = [(line["step"], line["loss"]) for line in map(json.loads, lines) if "loss" in line]
-    assert [step for step, _ in told] == [*range(1, 8), *range(5, 9), *range(7, 11)]
+    report = [(line["step"], line["loss"]) for line in map(json.loads, lines) if "loss" in line]
+    assert [step for step, _ in report] == [*range(1, 8), *range(5, 9), *range(7, 11)]
     attempts = (pretrain.run_dir / "attempts.jsonl").read_text().splitlines()
     assert [line for line in attempts if line.endswith("}")] == [
         attempts[0],
@@ -98,14 +98,14 @@ def test_curves_go_on_after_a_rewind_and_a_resume(
     events = EventAccumulator(str(pretrain.run_dir / "tensorboard"))
     events.Reload()
     # TensorBoard stores float32.
-    last = dict(told)
+    last = dict(report)
     assert [
         (event.step, pytest.approx(event.value, rel=1e-6)) for event in events.Scalars("loss")
     ] == [(n, last[n]) for n in range(1, 11)]
 
     files = sorted(pretrain.run_dir.glob("wandb/offline-run-*/*.wandb"))
     logged = [history(file, "loss") for file in files]
-    assert [[row[1:] for row in rows] for rows in logged] == [told[:11], told[11:]], (
+    assert [[row[1:] for row in rows] for rows in logged] == [report[:11], report[11:]], (
         "nothing is dropped"
     )
     assert all(rows == sorted(rows) for rows in logged), "wandb's own step only grows"

@@ -143,12 +143,12 @@ def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(
         return changed
 
     store.proxy.fault = faulty
-    code, said = store.run("mirror", tmp_path, store.url, "--patience", 0.3)
+    code, output = store.run("mirror", tmp_path, store.url, "--patience", 0.3)
     assert (
         code == 1
-        and "the local copy is complete" in said
+        and "the local copy is complete" in output
         and not [name for name in store.names() if name.endswith(MANIFEST)]
-    ), said
+    ), output
     tried.clear()
     following = store.start("mirror", tmp_path, store.url, "--follow")
     assert tried.wait(PATIENCE)
@@ -156,8 +156,8 @@ def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(
     shutil.rmtree(step)
     step = write_step(tmp_path, 5)
     store.proxy.fault = lambda client, data: data
-    said, _ = following.communicate(timeout=PATIENCE)
-    assert following.returncode == 0 and f"checkpoint {step.name} is in {store.url}" in said
+    output, _ = following.communicate(timeout=PATIENCE)
+    assert following.returncode == 0 and f"checkpoint {step.name} is in {store.url}" in output
     assert store.run("verify", store.url)[0] == 0
 
 
@@ -179,8 +179,8 @@ def test_each_answer_of_a_store_is_one_line_and_its_exit_code(tmp_path: Path, st
     write_step(tmp_path, 1)
 
     def answer(client: socket.socket, data: bytes) -> bytes | None:
-        for told in ANSWERS:
-            status, code = told.split()
+        for report in ANSWERS:
+            status, code = report.split()
             if code.encode() in data:
                 body = f"<Error><Code>{code}</Code><Message>they say {code}</Message></Error>" * (
                     not data.startswith(b"HEAD")
@@ -193,12 +193,12 @@ def test_each_answer_of_a_store_is_one_line_and_its_exit_code(tmp_path: Path, st
         return data
 
     store.proxy.fault = answer
-    for told, wanted in ANSWERS.items():
-        name = told.split()[1]
+    for report, wanted in ANSWERS.items():
+        name = report.split()[1]
         url = f"s3://{store.name}/{name}"
-        code, _, said = store.told("mirror", tmp_path, url, "--patience", 0)
-        assert code == wanted and said.count("\n") == 1, said
-        assert f"is not in {url}: " in said and f"they say {name}" in said
+        code, _, output = store.told("mirror", tmp_path, url, "--patience", 0)
+        assert code == wanted and output.count("\n") == 1, output
+        assert f"is not in {url}: " in output and f"they say {name}" in output
 
 
 def test_what_a_place_keeps_otherwise_than_it_was_sent_is_found(
@@ -228,10 +228,10 @@ def test_a_bucket_that_vanishes_and_comes_back_has_all_again(tmp_path: Path, sto
     for name in store.names():
         store.client.delete_object(Bucket=store.name, Key=name)
     store.client.delete_bucket(Bucket=store.name)
-    code, said = store.run("mirror", tmp_path, store.url, "--patience", 0.3)
+    code, output = store.run("mirror", tmp_path, store.url, "--patience", 0.3)
     assert code == 2
-    assert f"the newest checkpoint of {tmp_path} is not in" in said
-    assert "Traceback" not in said
+    assert f"the newest checkpoint of {tmp_path} is not in" in output
+    assert "Traceback" not in output
     store.client.create_bucket(Bucket=store.name)
     assert store.run("mirror", tmp_path, store.url)[0] == 0
     assert store.run("verify", store.url)[0] == 0
@@ -245,14 +245,16 @@ def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, stor
     assert store.run("mirror", tmp_path / "one", store.url)[0] == 0
     other = write_step(tmp_path / "two", 9)
     edit(other / MANIFEST, lambda manifest: manifest.update(data="other"))
-    code, said = store.run("mirror", tmp_path / "two", store.url)
-    assert code == 2 and "belongs to another run" in said and said.count("\n") == 1
+    code, output = store.run("mirror", tmp_path / "two", store.url)
+    assert code == 2 and "belongs to another run" in output and output.count("\n") == 1
     store.flip(f"run/{step.name}/__1_0.distcp")
-    code, said = store.run("verify", store.url)
-    assert code == 1 and f"{step.name}: damaged: __1_0.distcp does not match its hash" in said
-    code, said = store.run("fetch", tmp_path / "new", store.url)
+    code, output = store.run("verify", store.url)
+    assert code == 1 and f"{step.name}: damaged: __1_0.distcp does not match its hash" in output
+    code, output = store.run("fetch", tmp_path / "new", store.url)
     assert code == 0
-    assert f"{step.name} is damaged (__1_0.distcp does not match its hash); passing over it" in said
+    assert (
+        f"{step.name} is damaged (__1_0.distcp does not match its hash); passing over it" in output
+    )
     assert content(tmp_path / "new/checkpoints" / good.name) == content(good)
     assert main(["mirror", str(tmp_path / "one"), "s3://id:password@bucket/x"]) == 2
     assert main(["mirror", str(tmp_path / "none"), str(tmp_path / "m")]) == 2
@@ -272,13 +274,13 @@ def test_what_came_to_harm_before_it_is_sent_is_not_sent(tmp_path: Path, store: 
     hashes = {path.name: hash_of(path) for path in step.glob("*.distcp")}
     edit(step / MANIFEST, lambda manifest: manifest.update({HASHES: hashes}))
     flip(step / "__2_0.distcp", 7)
-    code, said = store.run("mirror", tmp_path, store.url)
+    code, output = store.run("mirror", tmp_path, store.url)
     assert code == 1
     assert (
         f"{step}: __2_0.distcp does not match the hash taken while it was written; it is not"
-        " sent" in said
+        " sent" in output
     )
-    assert said.splitlines()[-1].endswith(
+    assert output.splitlines()[-1].endswith(
         f"{step.name} is damaged in the run directory and was not sent to {store.url}"
     )
     assert {name.split("/")[1] for name in store.names()} == {
@@ -308,10 +310,10 @@ def test_the_sender_s_memory_does_not_follow_the_size(tmp_path: Path, store: Sto
         write_step(tmp_path, step, size=size, files=4)
         environ = {**os.environ, **store.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", WITH_PEAK, "mirror", str(tmp_path), store.url]
-        said = subprocess.run(
+        output = subprocess.run(
             command, env=environ, capture_output=True, text=True, check=True
         ).stdout
-        peaks.append(int(said.split("VmHWM:")[1].split()[0]) * 1024)
+        peaks.append(int(output.split("VmHWM:")[1].split()[0]) * 1024)
     assert peaks[1] - peaks[0] < 220e6, peaks  # 150e6 was observed; entire files would be 320e6
 
 
@@ -331,8 +333,8 @@ def test_a_run_may_delete_what_is_being_sent(tmp_path: Path, store: Store) -> No
     assert stalled.wait(PATIENCE)
     shutil.rmtree(step)
     store.proxy.fault = lambda client, data: data
-    said, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
     assert store.run("fetch", tmp_path / "new", store.url)[0] == 0
     assert content(tmp_path / "new/checkpoints" / step.name) == expected
 
@@ -348,8 +350,8 @@ def test_a_stall_of_half_a_minute_is_waited_out(tmp_path: Path, store: Store) ->
         return data
 
     store.proxy.fault = stall
-    code, said = store.run("mirror", tmp_path, store.url)
-    assert code == 0 and stalled.locked() and "trying again" not in said, said
+    code, output = store.run("mirror", tmp_path, store.url)
+    assert code == 0 and stalled.locked() and "trying again" not in output, output
 
 
 def test_a_signal_ends_the_sender(tmp_path: Path, store: Store) -> None:
@@ -358,5 +360,5 @@ def test_a_signal_ends_the_sender(tmp_path: Path, store: Store) -> None:
     assert process.stdout is not None
     assert f"checkpoint {step.name} is in" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143 and "Traceback" not in said
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 143 and "Traceback" not in output

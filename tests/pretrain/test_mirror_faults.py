@@ -84,7 +84,7 @@ def slowly(environ: dict[str, str], arguments: list[str]) -> None:
     _pretrain(arguments, {0: 0.25})
 
 
-def newest_whole(folder: Path, store: Store) -> int:
+def newest_complete(folder: Path, store: Store) -> int:
     """Return the step of the newest complete checkpoint, local or mirrored, with every byte
     verified; 0 if none is.
     """
@@ -106,7 +106,7 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
 
     Each attempt continues from the newest complete checkpoint of both sides, and reports it.
     """
-    store, dice, sending, said = entered, random.Random(20), threading.Event(), ""
+    store, dice, sending, output = entered, random.Random(20), threading.Event(), ""
     settings = [*data_of(tiny_data), *SMALL, "train.steps=300"]
     mirrored = [
         f"run_dir={tmp_path / 'run'}",
@@ -126,7 +126,7 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
 
     folder, harmed = tmp_path / "run/checkpoints", False
     for number in range(20):
-        expected, before = newest_whole(folder, store), set(folder.glob("step_*"))
+        expected, before = newest_complete(folder, store), set(folder.glob("step_*"))
         arguments = [
             DEMO,
             *mirrored,
@@ -152,13 +152,15 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
                     child.kill()
             ranks[0].kill()
             ranks[0].join()
-        said = (tmp_path / f"said{number}.0").read_text()
+        output = (tmp_path / f"said{number}.0").read_text()
         assert (
-            "Traceback" not in said
-            and f"step_{expected:08d} at step {expected}\n" * bool(expected) in said
-        ), said
-        assert ("resumed from" in said) is bool(expected) and ("is damaged" in said) is harmed, said
-        assert "copied from" in said or number % 5 or not number, said
+            "Traceback" not in output
+            and f"step_{expected:08d} at step {expected}\n" * bool(expected) in output
+        ), output
+        assert ("resumed from" in output) is bool(expected) and (
+            "is damaged" in output
+        ) is harmed, output
+        assert "copied from" in output or number % 5 or not number, output
         harmed = number % 5 == 2
         if harmed:  # flip a bit of a weight
             newest = newest_first(folder)[0]

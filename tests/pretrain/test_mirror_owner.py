@@ -47,10 +47,10 @@ def test_other_runs_are_refused_and_a_lost_one_goes_on(pretrain: Command, tmp_pa
 
     def refused(*overrides: str, code: int = 2) -> str:
         before = files(mirror)
-        said = pretrain.refused(*overrides, code=code)
+        output = pretrain.refused(*overrides, code=code)
         assert files(mirror) == before
         assert not list(other.rglob("step_*")) and not list(run.rglob("step_*")) * lost
-        return said
+        return output
 
     lost = False
     pretrain(*mirrored)
@@ -67,8 +67,8 @@ def test_other_runs_are_refused_and_a_lost_one_goes_on(pretrain: Command, tmp_pa
     assert "step_00000004 is of a run with other settings: optimizer.lr 0.003 → 0.001" in refused(
         *mirrored, "optimizer.lr=1e-3"
     )
-    said = refused(*elsewhere)
-    assert said.strip().endswith(
+    output = refused(*elsewhere)
+    assert output.strip().endswith(
         f"take it over: python -m tools.checkpoint fetch {other} {mirror.as_uri()}"
     )
     forget(mirror)
@@ -89,9 +89,9 @@ def test_other_runs_are_refused_and_a_lost_one_goes_on(pretrain: Command, tmp_pa
     shutil.rmtree(other)
     for path in mirror.glob("step_*/*.distcp"):
         path.write_bytes(b"damaged")
-    said = refused(*elsewhere, code=1)
-    assert f"no checkpoint in {mirror} is valid (step_00000006: " in said
-    assert "step_00000004: " in said
+    output = refused(*elsewhere, code=1)
+    assert f"no checkpoint in {mirror} is valid (step_00000006: " in output
+    assert "step_00000004: " in output
 
 
 def test_a_place_is_claimed_by_one_run_directory(

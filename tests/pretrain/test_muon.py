@@ -253,8 +253,8 @@ def test_the_plain_optimizer_s_checkpoint_becomes_the_distributed_one_s(
 
 def test_what_cannot_be_is_refused_by_name(pretrain: Command) -> None:
     for word in ("engine.zero_stage=3", "engine.offload_optimizer=true"):
-        said = pretrain.refused(MUON, "engine.name=deepspeed", word)
-        assert "optimizer.name = muon" in said
+        output = pretrain.refused(MUON, "engine.name=deepspeed", word)
+        assert "optimizer.name = muon" in output
 
 
 # --- muP, the plan --------------------------------------------------------------------------------

@@ -70,10 +70,10 @@ def test_groups_learn_and_decay_by_their_powers(settings: list[str], base: int, 
             key = (m**power, m**-power if weight.ndim > 1 else 0.0)
             wanted[key] = wanted.get(key, 0) + weight.numel()
         assert groups(engine) == wanted and len(wanted) == 6
-        told = train(engine)
+        report = train(engine)
         ours = engine.config.optimizer
         # Warm-up over 3 steps: the third step has the peak rate.
-        assert [result.lr for result in told] == pytest.approx(
+        assert [result.lr for result in report] == pytest.approx(
             [ours.lr / 3, ours.lr * 2 / 3, ours.lr], rel=1e-12
         )
         for group in engine.optimizer.param_groups:
@@ -124,8 +124,8 @@ def test_at_the_base_it_is_the_standard_run_to_the_bit(settings: list[str]) -> N
                     [weight.detach().clone() for weight in engine.models[0].parameters()],
                 )
             )
-    (kinds, told, weights), (mup_kinds, mup_told, mup_weights) = runs
-    assert kinds == mup_kinds and told == mup_told
+    (kinds, report, weights), (mup_kinds, mup_told, mup_weights) = runs
+    assert kinds == mup_kinds and report == mup_told
     assert all(torch.equal(a, b) for a, b in zip(weights, mup_weights, strict=True))
 
 

@@ -139,9 +139,9 @@ def test_a_trace_is_whole_before_the_memory_snapshot_begins(
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
 
     def run(*, memory: bool) -> list[str]:
-        with Profiler(ProfileConfig(steps=(7,), memory=memory), tmp_path, Received())(7) as told:
+        with Profiler(ProfileConfig(steps=(7,), memory=memory), tmp_path, Received())(7) as report:
             torch.ones(2).sum()
-        return told
+        return report
 
     assert run(memory=False) == [f"step 7: trace: {trace}"] and recorded == []
     trace.unlink()

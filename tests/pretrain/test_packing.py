@@ -158,8 +158,8 @@ def test_what_fits_is_whole_and_every_token_is_there_once(seed: int) -> None:
     )
     read = [min(length, sum(end - start for _, start, end in pieces)) for pieces in made]
     cut = sum(size > length + 1 for size in lengths)
-    told = Share(len(made), len(made) * length - sum(read), sum(map(bool, lengths)), cut)
-    assert share(np.array(lengths, np.int32), length) == told
+    report = Share(len(made), len(made) * length - sum(read), sum(map(bool, lengths)), cut)
+    assert share(np.array(lengths, np.int32), length) == report
     assert sequences(lengths, length, seed) == made != sequences(lengths, length, seed + 1)
 
 
@@ -305,7 +305,7 @@ def test_a_run_resumes_within_a_pass_and_goes_on_into_more(
         "log.diagnostics_interval=0",
     ]
     pretrain(*words)
-    told = next(line for line in pretrain.out.splitlines() if "best_fit" in line)
+    report = next(line for line in pretrain.out.splitlines() if "best_fit" in line)
     straight = losses(pretrain.run_dir)
     back_to(pretrain.run_dir, 4)
     assert "at step 4" in pretrain(*words)
@@ -316,7 +316,7 @@ def test_a_run_resumes_within_a_pass_and_goes_on_into_more(
     )
     for verb in ("--plan", "--index"):
         pretrain(*words, verb)
-        assert told in pretrain.out.splitlines()
+        assert report in pretrain.out.splitlines()
     assert "unchanged" in pretrain.out
     assert "unchanged" not in pretrain(*words, "data.packing=stream", "--index")
     assert "best_fit" not in pretrain.out

@@ -278,12 +278,14 @@ def test_a_plan_counts_documents_by_their_lengths_and_says_both(
         forward_flops(replace(dense.config.model, mixer="cem"), 16)["preconditioner"], rel=1e-12
     )
     lines = [line for line in render(short).splitlines() if "document" in line]
-    untold = make_plan(
+    unreported = make_plan(
         run("demo.yaml", "model.vocab_size=500", "data.documents=separate", "data.seq_length=16"), 1
     )
-    assert untold.forward_flops == dense.forward_flops
+    assert unreported.forward_flops == dense.forward_flops
     wording(
-        "\n".join([*lines, *(line for line in render(untold).splitlines() if "document" in line)])
+        "\n".join(
+            [*lines, *(line for line in render(unreported).splitlines() if "document" in line)]
+        )
     )
     assert "document" not in render(dense)
     assert "estimated" in render(short) and "estimated" not in render(dense)
@@ -534,8 +536,8 @@ def test_the_page_tells_what_ranks_send() -> None:
         "train.recompute=none",
         "parallel.context_parallel_size=4",
     ]
-    for names, *told in rows:
-        for kind, cell in zip((None, "all_to_all", "all_gather", "ring"), told, strict=True):
+    for names, *report in rows:
+        for kind, cell in zip((None, "all_to_all", "all_gather", "ring"), report, strict=True):
             numbers = cell.split(", ") if cell else []
             for place, name in enumerate(re.findall(r"`(\w+)`", names)[: 2 if numbers else 0]):
                 config = load_run(
@@ -572,10 +574,10 @@ def test_what_does_not_fit_is_told_the_smallest_cut_that_does() -> None:
         make_plan(load_run(CONFIGS / LARGE, [*fields, f"parallel.context_parallel_size={n}"]), 8)
         for n in (1, 4, 8)
     ]
-    said = [memory_excess(plan) for plan in plans]
+    output = [memory_excess(plan) for plan in plans]
     assert (
-        said[2] is None
-        and said[0]
-        and said[0].endswith("the smallest parallel.context_parallel_size that fits: 8")
+        output[2] is None
+        and output[0]
+        and output[0].endswith("the smallest parallel.context_parallel_size that fits: 8")
     )
-    assert said[1] and said[1].endswith("fits: 8")
+    assert output[1] and output[1].endswith("fits: 8")

@@ -31,16 +31,16 @@ STOP = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def progress(run_dir: Path) -> dict[str, Any]:
-    told = read_progress(run_dir)
-    assert told is not None
-    return told
+    report = read_progress(run_dir)
+    assert report is not None
+    return report
 
 
 def stand(run_dir: Path) -> tuple[Any, ...]:
-    told = progress(run_dir)
-    assert told["consumed_tokens"] == told["step"] * TOKENS
-    assert told["total_tokens"] == told["steps"] * TOKENS
-    return tuple(told[key] for key in ("state", "step", "steps", "checkpoint", "signal"))
+    report = progress(run_dir)
+    assert report["consumed_tokens"] == report["step"] * TOKENS
+    assert report["total_tokens"] == report["steps"] * TOKENS
+    return tuple(report[key] for key in ("state", "step", "steps", "checkpoint", "signal"))
 
 
 def checkpoint(step: int) -> str:
@@ -63,9 +63,9 @@ def watching(run_dir: Path) -> Iterator[list[tuple[str, int, str | None]]]:
 
     def told(file: ProgressFile, state: str, **given: Any) -> None:
         tell(file, state, **given)
-        said = progress(run_dir)
-        now = (said["state"], said["step"], said["checkpoint"])
-        if said["checkpoint"] and not (run_dir / said["checkpoint"] / MANIFEST).exists():
+        output = progress(run_dir)
+        now = (output["state"], output["step"], output["checkpoint"])
+        if output["checkpoint"] and not (run_dir / output["checkpoint"] / MANIFEST).exists():
             now = ("names a checkpoint that is not there", *now[1:])
         if now not in seen[-1:]:
             seen.append(now)
@@ -131,15 +131,15 @@ def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
     assert running[0] == ("running", 1, None)
     assert {name for _, _, name in running} <= {None, checkpoint(4), checkpoint(8), checkpoint(12)}
     assert all(name is None or int(name[-8:]) <= step for _, step, name in running)
-    told = progress(pretrain.run_dir)
+    report = progress(pretrain.run_dir)
     assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
-    assert (told["format"], told["message"], told["pid"], told["world_size"]) == (
+    assert (report["format"], report["message"], report["pid"], report["world_size"]) == (
         1,
         None,
         os.getpid(),
         1,
     )
-    assert abs(told["time"] - time.time()) < 60
+    assert abs(report["time"] - time.time()) < 60
 
     lines = len(records(pretrain.run_dir))
     pretrain(how)
@@ -216,13 +216,13 @@ def test_a_file_system_that_fails_is_one_line_and_code_1(pretrain: Command) -> N
         link.unlink(missing_ok=True)
         link.symlink_to(link.name)
         pretrain(*([f"data.index_cache={path}"] if link == place else []), code=1)
-        said = pretrain.err.removeprefix("pretrain: error: ").rstrip("\n")
+        output = pretrain.err.removeprefix("pretrain: error: ").rstrip("\n")
         assert pretrain.err.count("\n") == 1
-        assert f"{path}: Too many levels of symbolic links" in said
+        assert f"{path}: Too many levels of symbolic links" in output
         assert not begins or (
-            said.startswith(begins[0])
+            output.startswith(begins[0])
             and (progress(pretrain.run_dir)["message"], stand(pretrain.run_dir)[0])
-            == (said, "failed")
+            == (output, "failed")
         )
         link.unlink()
         if link == manifest:

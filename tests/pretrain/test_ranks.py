@@ -231,8 +231,8 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     with started(2, slow, tmp_path / "slow", naps={1: NAP}) as ranks:
         for rank in ranks:
             rank.join(PATIENCE)
-    said = (tmp_path / "slow.0").read_text()
-    assert [rank.exitcode for rank in ranks] == [0, 0], said
+    output = (tmp_path / "slow.0").read_text()
+    assert [rank.exitcode for rank in ranks] == [0, 0], output
     lines = records(compared, "ranks.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 6]
     assert ["hosts" in line for line in lines] == [True, False, False]
@@ -244,12 +244,12 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
         assert line["slowest"]["rank"] == 1
         assert line["slowest"]["ratio"] > 1.2
         assert line["slowest"]["by"] == "step"
-    told = [line for line in records(compared) if "ranks/slowest" in line]
+    report = [line for line in records(compared) if "ranks/slowest" in line]
     assert [
-        (line["step"], line["ranks/slowest"], line["ranks/slowest_ratio"] > 1.2) for line in told
+        (line["step"], line["ranks/slowest"], line["ranks/slowest_ratio"] > 1.2) for line in report
     ] == [(s, 1, True) for s in (2, 4, 6)]
-    assert f"step 2: slowest rank 1 on node {lines[0]['hosts'][1]}: " in said
-    assert "times the median of 2 ranks (" in said
+    assert f"step 2: slowest rank 1 on node {lines[0]['hosts'][1]}: " in output
+    assert "times the median of 2 ranks (" in output
 
     alone = [DEMO, *settings, *QUIET, f"run_dir={stopped}", "log.straggler_interval=0"]
     with started(2, alone, tmp_path / "hung", held=(3, tmp_path / "go on")) as ranks:
@@ -292,8 +292,8 @@ def test_a_rank_that_stays_away_fails_the_run(settings: list[str], tmp_path: Pat
         send(ranks[1], signal.SIGSTOP)
         ranks[0].join(PATIENCE)
         assert ranks[0].exitcode == 1, (tmp_path / "away.0").read_text()
-    told = read_progress(run_dir)
-    assert told is not None
-    assert told["state"] == "failed"
-    assert told["step"] - max(losses(run_dir)) in (0, 1)
-    assert "Timed out waiting" in told["message"] and "\n" not in told["message"]
+    report = read_progress(run_dir)
+    assert report is not None
+    assert report["state"] == "failed"
+    assert report["step"] - max(losses(run_dir)) in (0, 1)
+    assert "Timed out waiting" in report["message"] and "\n" not in report["message"]

@@ -275,7 +275,7 @@ def on_a_gpu(picture: Path) -> dict[str, Any]:
     }
     zero = found["DP4, ZeRO-1"]
     words = ["--rehearse", "--gpus", "2", "--device", "h200", "--json", "--picture", str(picture)]
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as output:
         assert main([DEMO, *ON_A_GPU, *PLAIN, *words]) == 0
     return {
         "reads": reads,
@@ -283,7 +283,7 @@ def on_a_gpu(picture: Path) -> dict[str, Any]:
         "eight": [eight.flops(backward=backward) for backward in (False, True)],
         "plan": found["DP2"].plan,
         "gradients": (zero.plan.memory[0].gradients, zero.ranks[0].peak.memory.gradients),
-        "printed": json.loads(said.getvalue()),
+        "printed": json.loads(output.getvalue()),
     }
 
 

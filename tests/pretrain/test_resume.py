@@ -196,11 +196,11 @@ def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
     before = (pretrain.run_dir / "config.yaml").read_text()
     checkpoint = pretrain.checkpoints / "step_00000004"
     for override, way in REFUSED.items():
-        said = pretrain.refused("train.steps=8", override)
+        output = pretrain.refused("train.steps=8", override)
         key, value = override.split("=")
-        assert f"{key} is " in said
-        assert f"in the checkpoint, {value}" in said
-        assert way.format(checkpoint=checkpoint) in said
+        assert f"{key} is " in output
+        assert f"in the checkpoint, {value}" in output
+        assert way.format(checkpoint=checkpoint) in output
     assert all(
         override.split("=")[0] in pretrain.refused("train.steps=8", *REFUSED)
         for override in REFUSED
@@ -340,13 +340,13 @@ def test_a_checkpoint_of_another_kind_of_device_resumes(
         if older:
             (middle / MANIFEST).write_text(json.dumps(manifest))
         restored = train(kind)
-        said = [line for line in pretrain.out.splitlines() if "random states" in line]
+        output = [line for line in pretrain.out.splitlines() if "random states" in line]
         assert losses(pretrain.run_dir) == wanted, "to the last bit"
         if kind == written:
-            assert (drawn, said, restored) == (whole[2:], [], kind == "cuda")
+            assert (drawn, output, restored) == (whole[2:], [], kind == "cuda")
         else:
             line = (
                 f"random states are seeded from train.seed: {middle} was written on {written}, this"
                 f" run is on {kind}"
             )
-            assert (drawn, said, restored) == (whole[:2], [line], False)
+            assert (drawn, output, restored) == (whole[:2], [line], False)

@@ -204,11 +204,11 @@ def test_odd_small_records_of_a_run_are_told_in_a_line_or_not_read(moved: Path) 
     progress = json.loads((moved / "progress.json").read_text())
     for what, record in mutated(progress):
         (moved / "progress.json").write_text(json.dumps(record))
-        told = read_progress(moved)
-        assert told is None or (
-            type(told["step"]),
-            type(told.get("consumed_tokens", 0)),
-            told["state"],
+        report = read_progress(moved)
+        assert report is None or (
+            type(report["step"]),
+            type(report.get("consumed_tokens", 0)),
+            report["state"],
         ) == (int, int, "complete"), what
     for text in ("[]", "null", "{", "[" * 100_000):
         (moved / FORK).write_text(text)

@@ -137,8 +137,8 @@ def test_a_resume_with_another_batch_size(
     assert last.order_samples == last.consumed_samples, (
         "samples of the order are left, or read that it was not drawn for"
     )
-    told = json.loads((pretrain.run_dir / "progress.json").read_text())
-    assert (told["state"], told["steps"], told["total_tokens"]) == (
+    report = json.loads((pretrain.run_dir / "progress.json").read_text())
+    assert (report["state"], report["steps"], report["total_tokens"]) == (
         "complete",
         last.step,
         last.consumed_samples * LENGTH,
@@ -166,8 +166,8 @@ def test_the_batch_size_changes_twice_and_back_and_the_run_is_killed(
             consumed += batch
             (wanted[step],) = cosine(consumed / 80)
         back_to(pretrain.run_dir, kept[-1])
-    told = learning_rates(pretrain.run_dir)
-    assert {step: told[step] for step in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-15)
+    report = learning_rates(pretrain.run_dir)
+    assert {step: report[step] for step in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-15)
     assert consumed == 80
     assert find(pretrain.run_dir).progress.batch_changes == ((10, 40), (12, 56), (16, 64))
     through = losses(pretrain.run_dir)

@@ -136,7 +136,7 @@ def test_each_layout_takes_over_the_last_one_s_bits_and_older_checkpoints_are_re
 # --- at scale -------------------------------------------------------------------------------------
 
 
-def _peak_beside(work: Callable[[], object]) -> int:
+def _extra_peak(work: Callable[[], object]) -> int:
     """Return the additional peak memory of this process during the work, in bytes."""
 
     def kilobytes(name: str) -> int:
@@ -172,7 +172,7 @@ def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, f
         ours += [tensor for held in engine.split.held() for tensor in held.tensors.values()]
         before = [tensor.detach().clone() for tensor in ours]
         clock = time.monotonic()
-        told: dict[str, float] = {}
+        report: dict[str, float] = {}
         opened: list[str] = []
         sys.addaudithook(
             lambda event, given: opened.append(str(given[0])) if event == "open" else None
@@ -182,25 +182,25 @@ def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, f
             opened.clear()
             written = _bytes_moved("wchar")
             checkpoints.save(engine, Progress(1, 4, 100), {"data": ""})
-            told["stall"] = time.monotonic() - clock
+            report["stall"] = time.monotonic() - clock
             files = sum(name.endswith(TENSORS) for name in opened)
-            told["written"], told["files"] = sum_over_ranks(
+            report["written"], report["files"] = sum_over_ranks(
                 [_bytes_moved("wchar") - written, files]
             )
             checkpoints.complete(blocking=True)
 
-        peak = _peak_beside(save)
-        told["save"] = time.monotonic() - clock
+        peak = _extra_peak(save)
+        report["save"] = time.monotonic() - clock
         with torch.no_grad():
             for tensor in ours:
                 tensor.fill_(7)
         read, clock = _bytes_moved("rchar"), time.monotonic()
         checkpoints.load(engine, find(Path(source) / "step_00000001"))
-        told |= {
+        report |= {
             "load": time.monotonic() - clock,
             "read": sum_over_ranks([_bytes_moved("rchar") - read])[0],
         }
-        (told["different"],) = sum_over_ranks(
+        (report["different"],) = sum_over_ranks(
             [sum(not torch.equal(a, b) for a, b in zip(ours, before, strict=True))]
         )
         peaks: list[Any] = [None] * torch.distributed.get_world_size()
@@ -209,7 +209,7 @@ def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, f
             model_tensor.numel() for model in engine.models for model_tensor in model.parameters()
         )
         checkpoints.close()
-        return {**told, "parameters": parameters, "peak": max(peaks)}
+        return {**report, "parameters": parameters, "peak": max(peaks)}
 
 
 SIZES = {512: (15e6, 17e6), 1024: (60e6, 70e6)}  # hidden size -> limits of the number of parameters

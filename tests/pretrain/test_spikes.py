@@ -99,16 +99,16 @@ def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
         "log.interval=1",
     )
     pretrain(*guard)
-    told = judged(pretrain.run_dir)
-    skipped = [step for step, (*_, skip) in told.items() if skip]
+    report = judged(pretrain.run_dir)
+    skipped = [step for step, (*_, skip) in report.items() if skip]
     assert skipped
     assert min(skipped) > 2
     assert len(skipped) < 10
-    assert all(math.isfinite(loss) for loss, *_ in told.values())
+    assert all(math.isfinite(loss) for loss, *_ in report.values())
     assert skipped == [
         1 + at
         for at in alarms(
-            [told[step][:2] for step in sorted(told)], Spikes(deviations=0.5, window=2)
+            [report[step][:2] for step in sorted(report)], Spikes(deviations=0.5, window=2)
         )
     ]
     first = skipped[0]
@@ -119,13 +119,13 @@ def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
     back_to(pretrain.run_dir, 4)
     (pretrain.run_dir / "metrics.jsonl").unlink()
     pretrain(*guard)
-    assert judged(pretrain.run_dir) == {step: line for step, line in told.items() if step > 4}
+    assert judged(pretrain.run_dir) == {step: line for step, line in report.items() if step > 4}
     pretrain("run_dir=" + str(pretrain.run_dir) + "2")
     plain = losses(pretrain.run_dir.with_name("run2"))
-    assert all(plain[step][0] == told[step][0] for step in range(1, first + 1)), (
+    assert all(plain[step][0] == report[step][0] for step in range(1, first + 1)), (
         "until a step is skipped the guard changes nothing"
     )
-    assert plain[first + 1][0] != told[first + 1][0]
+    assert plain[first + 1][0] != report[first + 1][0]
 
 
 @pytest.mark.parametrize(
@@ -331,8 +331,8 @@ def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(
         engine,
     ]
     pretrain(*base, *guard, f"stages=[{stages}]")
-    told = losses(pretrain.run_dir)
-    assert told[65][0] > told[64][0] + 6 and "SPIKE" not in pretrain.out
+    report = losses(pretrain.run_dir)
+    assert report[65][0] > report[64][0] + 6 and "SPIKE" not in pretrain.out
     steps = {
         find(path).progress.step: find(path).progress.recent[0]
         for path in pretrain.checkpoints.glob("step_*")
@@ -441,20 +441,20 @@ def test_the_commands_that_messages_name_print_the_samples_that_they_name(
         r"(?:its samples are (\d+) to (\d+), its documents: |from step (\d+) on: )python -m"
         r" tools.tokens ([^;\n]+)"
     )
-    told = re.findall(hint, pretrain.out + pretrain.err)
+    report = re.findall(hint, pretrain.out + pretrain.err)
     if "rewound" in how:
-        assert [samples[:2] for samples in told] == [("4", "5"), ("6", "7")]
-        command = shlex.split(told[0][-1])
+        assert [samples[:2] for samples in report] == [("4", "5"), ("6", "7")]
+        command = shlex.split(report[0][-1])
         assert command == [str(run), "--sample", "my data:5"]
         assert tokens(command) == 0 and " my data:5  True" in capsys.readouterr().out
         return
-    assert [samples[:3] for samples in told] == [
+    assert [samples[:3] for samples in report] == [
         ("4", "5", ""),
         ("6", "7", ""),
         ("8", "9", ""),
         ("", "", "5"),
     ]
-    for first, last, begin, command in told:
+    for first, last, begin, command in report:
         assert tokens([*shlex.split(command), "--json"]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         place = "my data:" if how == "staged" else ""

@@ -165,8 +165,8 @@ def test_ranks_share_out_the_documents_that_each_stage_reads(
                     "get_data_parallel_world_size": size,
                     "get_context_parallel_world_size": 1,
                 }
-                told = {name: lambda number=number: number for name, number in place.items()}
-                monkeypatch.setattr(datasets, "parallel_state", SimpleNamespace(**told))
+                report = {name: lambda number=number: number for name, number in place.items()}
+                monkeypatch.setattr(datasets, "parallel_state", SimpleNamespace(**report))
                 batches = datasets.batches(made.train, 0, 1, torch.device("cpu"))
                 mine = islice(batches, len(range(rank, part.samples, size)))
                 found.update(batch["tokens"][0].numpy().tobytes() for batch in mine)

@@ -116,11 +116,11 @@ def train(
     ) as processes:
         for process in processes:
             process.join(PATIENCE)
-        said = "".join(
+        output = "".join(
             Path(f"{run_dir.with_suffix('.said')}.{rank}").read_text() for rank in range(ranks)
         )
-        assert SECRET not in said
-        return [process.exitcode for process in processes], said
+        assert SECRET not in output
+        return [process.exitcode for process in processes], output
 
 
 @pytest.mark.slow
@@ -139,10 +139,10 @@ def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
             f"data.train=[{{prefix: {place}/train, weight: 3}}, {{prefix: {tiny_data}/valid}}]",
             f"data.valid.0.prefix={place}/valid",
         ]
-        codes, said = train(
+        codes, output = train(
             store, run_dir, *blend, "data.test=[]", "data.packing=best_fit", ranks=2
         )
-        assert codes == [0, 0], said
+        assert codes == [0, 0], output
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
     valid = [
         [line["valid_loss"] for line in records(tmp_path / name) if "valid_loss" in line]
@@ -195,7 +195,7 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
         if damage:
             damage(Path(local_prefix(f"{url}/train", cache)))
         heard.ranges.clear()
-        codes, said = train(
+        codes, output = train(
             here,
             tmp_path / f"run{number}",
             *data_of(url, "train"),
@@ -203,7 +203,7 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
             room,
             f"data.store_cache={cache}",
         )
-        assert codes == [0], said
+        assert codes == [0], output
         assert losses(tmp_path / f"run{number}") == expected
         # Without the requests for the manifest's sample.
         asked.append(len(heard.ranges) - 64 * (number < 2))
@@ -278,10 +278,10 @@ def test_a_store_may_be_away_for_a_while(
 ) -> None:
     url = store.upload(large)
     dying = Dying(store, 64 + 80, lambda: "; trying again" in (tmp_path / "run.said.0").read_text())
-    codes, said = train(store, tmp_path / "run", *data_of(url, "train"), *MANY, NONE)
-    assert codes == [0], said
+    codes, output = train(store, tmp_path / "run", *data_of(url, "train"), *MANY, NONE)
+    assert codes == [0], output
     assert losses(tmp_path / "run") == expected
-    assert dying.died and said.count("; trying again") == said.count("is read again") >= 1
+    assert dying.died and output.count("; trying again") == output.count("is read again") >= 1
 
 
 @pytest.mark.slow
@@ -291,14 +291,14 @@ def test_a_run_goes_on_where_its_store_died(
     url = store.upload(large)
     settings = (*data_of(url, "train"), *MANY, NONE, "checkpoint.interval=2")
     Dying(store, 64 + 90, lambda: False)
-    codes, said = train(store, tmp_path / "run", *settings, patience=0.5)
-    assert codes == [1] and said.count("error: ") == 1 and "Traceback" not in said
-    assert f"error: {url}/train cannot be read: " in said
+    codes, output = train(store, tmp_path / "run", *settings, patience=0.5)
+    assert codes == [1] and output.count("error: ") == 1 and "Traceback" not in output
+    assert f"error: {url}/train cannot be read: " in output
     before = losses(tmp_path / "run")
     assert 0 < len(before) < 16
     store.proxy.fault = lambda client, data: data
-    codes, said = train(store, tmp_path / "run", *settings)
-    assert codes == [0] and "resumed from" in said
+    codes, output = train(store, tmp_path / "run", *settings)
+    assert codes == [0] and "resumed from" in output
     assert losses(tmp_path / "run") == expected
 
 
@@ -381,9 +381,9 @@ def test_a_wrong_place_is_one_line(
     pretrain = Command([f"run_dir={tmp_path / 'run'}", *SMALL, *data_of(url)], capsys)
 
     def refused_with(code: int, *settings: str) -> str:
-        said = pretrain.refused(*settings, code=code)
-        assert SECRET not in said
-        return said
+        output = pretrain.refused(*settings, code=code)
+        assert SECRET not in output
+        return output
 
     assert "data.train.0.prefix = s3://no-such-bucket/data/train: " in refused_with(
         2, "data.train.0.prefix=s3://no-such-bucket/data/train"

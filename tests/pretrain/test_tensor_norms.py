@@ -91,11 +91,11 @@ def results(
     ]
     alone.append(job("plain", PLAIN))
     noticed = asked(request, "test_training_does_not_notice", "name")
-    told = {
+    report = {
         *asked(request, "test_every_layout_and_engine_tells_what_one_process_does", "name"),
         *noticed,
     }
-    several = [job(name, more) for name, more in LAYOUTS.items() if name in told]
+    several = [job(name, more) for name, more in LAYOUTS.items() if name in report]
     several += [
         replace(job(name, LAYOUTS[name]), name=f"{name}, unseen", norms=False) for name in noticed
     ]
@@ -178,9 +178,10 @@ def test_every_layout_and_engine_tells_what_one_process_does(
     found = named(done[name])
     # Each element counts once: the sum of all squared gradients is the square of the step's norm.
     # With bf16 gradients, DeepSpeed sums values that are rounded differently.
-    for (_, grad_norm), told in zip(done[name].steps, done[name].norms, strict=True):
+    for (_, grad_norm), report in zip(done[name].steps, done[name].norms, strict=True):
         gradients = torch.tensor(
-            [value for key, value in told.items() if key.endswith("/gradient")], dtype=torch.float64
+            [value for key, value in report.items() if key.endswith("/gradient")],
+            dtype=torch.float64,
         )
         assert float(gradients.norm()) == pytest.approx(grad_norm, rel=1e-5)
     if "bf16" in name:
@@ -209,11 +210,11 @@ def test_of_a_step_that_is_not_finite_the_gradients_are_told_where_they_can_be(
     with engine_of([*settings, *engine]) as made:
         norms = TensorNorms(made, 2)
         for step, weight in ((1, 1.0), (2, math.nan)):
-            with norms(step) as told:
+            with norms(step) as report:
                 assert made.train_step(micro_batches(32, weight), 4 * step).skipped == (step == 2)
-            assert step == 2 or not told
-        assert bool(told) == ("engine.name=deepspeed" not in engine)
-        for key, value in told.items():
+            assert step == 2 or not report
+        assert bool(report) == ("engine.name=deepspeed" not in engine)
+        for key, value in report.items():
             if key.endswith("/gradient"):
                 assert math.isnan(value), key
             elif key.endswith("/update"):

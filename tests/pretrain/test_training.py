@@ -22,7 +22,7 @@ from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.config import load_run
 from pretrain.data.datasets import Batch, batches
 from pretrain.plan.run_plan import flops_per_token, make_plan
-from pretrain.report.loggers import kernels_told
+from pretrain.report.loggers import logged_kernels
 from pretrain.report.metrics import Meter
 from pretrain.trainer import Trainer
 from pretrain.validate import prepare
@@ -93,10 +93,10 @@ def test_of_documents_read_apart_both_rates_are_told(pretrain: Command) -> None:
         assert record["dense_mfu"] * 989 == pytest.approx(
             record["dense_tflops_per_device"], rel=1e-12
         )
-    said = [line for line in pretrain.out.splitlines() if "dense" in line]
-    assert len(said) == 3
-    assert "by the documents' lengths" in said[0]
-    assert all(line.count("(dense ") == 2 for line in said[1:])
+    output = [line for line in pretrain.out.splitlines() if "dense" in line]
+    assert len(output) == 3
+    assert "by the documents' lengths" in output[0]
+    assert all(line.count("(dense ") == 2 for line in output[1:])
 
 
 def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
@@ -139,8 +139,8 @@ def test_an_id_outside_the_vocabulary_ends_a_run_in_one_line(
         "parallel.tensor_model_parallel_size=2",
         f"run_dir={tmp_path / 'two'}",
     ]
-    codes, said = ended(2, [DEMO, *words, *tensor], tmp_path / "out")
-    assert codes == [2, 2] and wanted in said[0] and "Traceback" not in "".join(said)
+    codes, output = ended(2, [DEMO, *words, *tensor], tmp_path / "out")
+    assert codes == [2, 2] and wanted in output[0] and "Traceback" not in "".join(output)
 
 
 def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the_last(
@@ -157,9 +157,9 @@ def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the
             yield batch
 
     def counted(trainer: Trainer, stream: Any) -> Any:
-        told = step(trainer, stream)
+        report = step(trainer, stream)
         counts.append(len(read))
-        return told
+        return report
 
     monkeypatch.setattr(trainer, "batches", noted)
     monkeypatch.setattr(Trainer, "_step", counted)
@@ -258,8 +258,8 @@ def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(
         if name == "resumed":
             back_to(run_dir, 4)
             assert "at step 4" in pretrain(*given)
-    told = {name: losses(run_dir) for name, run_dir in runs.items()}
-    assert told["resumed"] == told["eight"]
+    report = {name: losses(run_dir) for name, run_dir in runs.items()}
+    assert report["resumed"] == report["eight"]
     kept = {name: load_full_model_state(run_dir)[0] for name, run_dir in runs.items()}
     assert all(torch.equal(one, kept["resumed"][name]) for name, one in kept["eight"].items())
     shapes = [
@@ -270,7 +270,7 @@ def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(
     # An operand has a relative error of at most 2^-4, of either sign, and a product sums 64 or more
     # of them: 4% of the norm of a product.
     for (loss, norm), (wanted, wanted_norm) in zip(
-        told["eight"].values(), told["sixteen"].values(), strict=True
+        report["eight"].values(), report["sixteen"].values(), strict=True
     ):
         assert loss == pytest.approx(wanted, rel=2e-3)
         assert norm == pytest.approx(wanted_norm, rel=0.05)
@@ -280,8 +280,8 @@ def test_a_wrong_choice_of_kernels_ends_in_one_line_and_code_2(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEM_KERNELS", "time_decay_scan=fastest")
-    said = pretrain.refused()
-    assert said.startswith(
+    output = pretrain.refused()
+    assert output.startswith(
         "pretrain: error: FEM_KERNELS: time_decay_scan has no implementation 'fastest'; it has "
     )
     assert not pretrain.run_dir.exists()
@@ -347,9 +347,9 @@ def test_the_eta_counts_the_pauses_left_and_no_step_twice(monkeypatch: pytest.Mo
 
 def test_what_the_kernels_log_is_told_during_a_run_alone() -> None:
     """Earlier trainings in this process do not write into later output."""
-    told: list[str] = []
+    report: list[str] = []
     log = logging.getLogger("kernels.of_a_test")
-    with kernels_told(told.append):
+    with logged_kernels(report.append):
         for operation, choice in (
             ("a", "one runs"),
             ("b", "another runs"),
@@ -357,7 +357,7 @@ def test_what_the_kernels_log_is_told_during_a_run_alone() -> None:
         ):
             log.info(f"{operation}: {choice}")
     log.info("d: one runs")
-    assert told == ["kernels: one runs for a, c; another runs for b"]
+    assert report == ["kernels: one runs for a, c; another runs for b"]
 
 
 def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None:
@@ -365,11 +365,11 @@ def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None
     counted until the run gives up.
     """
     ruined = ("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0")
-    said = pretrain.refused(*ruined, code=3)
-    assert "not finite for 3 steps in a row (up to step 4)" in said
+    output = pretrain.refused(*ruined, code=3)
+    assert "not finite for 3 steps in a row (up to step 4)" in output
     assert (
         "no checkpoint is from before them: start again, with a lower optimizer.lr, or inspect the"
-        " data from step 2 on: " in said
+        " data from step 2 on: " in output
     )
     assert [record["skipped"] for record in steps_of(pretrain.run_dir)] == [False] + 3 * [True]
     assert not pretrain.checkpoints.exists()

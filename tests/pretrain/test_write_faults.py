@@ -70,7 +70,7 @@ def harmless(one: Outcome) -> bool:
     return of_the_old or (one.call == "write" and one.error == SHORT)
 
 
-def told_where_it_matters(found: list[Outcome]) -> None:
+def reported_where_it_matters(found: list[Outcome]) -> None:
     """Check that every failure except harmless ones is reported. The second mkdir, Megatron's, is
     of a folder that the first has created.
     """
@@ -117,7 +117,7 @@ def test_every_call_may_fail_with_every_error(
     ]
     whole, *others = failing_saves(plans, folder, tmp_path / "faults.so")
     for found in (whole, *others):
-        told_where_it_matters(found)
+        reported_where_it_matters(found)
         in_order(calls(found))
     for name in ("__0_0.distcp", "__0_1.distcp"):
         of_a_file_of_tensors([one for one in whole if name in one.path])
@@ -131,7 +131,7 @@ def test_a_call_of_another_rank_that_fails_is_told_by_all(folder: Path, tmp_path
     """
     plans = [Plan(2, False, {"*/__1_0.distcp*": 1}), Plan(2, True, {"*/__1_1.distcp*": 1})]
     for found in failing_saves(plans, folder, tmp_path / "faults.so"):
-        told_where_it_matters(found)
+        reported_where_it_matters(found)
         of_a_file_of_tensors(found)
         # Rank 0 publishes and deletes the checkpoints.
         assert all("(rank 1)" in (one.told or "") or harmless(one) for one in found[:-3])

@@ -129,9 +129,9 @@ def outcomes(plan: Plan, folder: Path, overrides: list[str]) -> list[Outcome]:
                 step += 1
                 error = ERRORS[(plan.first + len(found)) % len(ERRORS)]
                 faults.arm(number, error, files)
-                told = saves.told(step, wait=number % 3)
+                report = saves.told(step, wait=number % 3)
                 call, path = faults.met()
-                outcome = Outcome(call.removesuffix("64"), path, error, told)
+                outcome = Outcome(call.removesuffix("64"), path, error, report)
                 saves.check(outcome, step)
                 step += 1
                 saves.save(step)
@@ -178,31 +178,31 @@ class Saves:
         """Save and return the error message, equal on all ranks, or None."""
         import torch
 
-        said = None
+        output = None
         try:
             self.save(step, wait=wait)
         except StorageError as failure:
-            said = str(failure)
+            output = str(failure)
         everyone: list[str | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, said)
+        torch.distributed.all_gather_object(everyone, output)
         assert len({*everyone}) == 1, everyone
-        return said
+        return output
 
     def check(self, outcome: Outcome, step: int) -> None:
         """Check that the save failed with one line of the file system's words and the old or new
         checkpoint is complete, or that the new one is.
         """
-        told, newest = outcome.told, self.newest()
-        assert newest in ((step - 1, step) if told else (step,)), outcome
+        report, newest = outcome.told, self.newest()
+        assert newest in ((step - 1, step) if report else (step,)), outcome
         assert {*os.listdir(self.folder)} <= {
             "latest",
             *(f"step_{one:08d}" for one in (step - 1, step)),
         }, outcome
-        if told is not None:
-            assert outcome.call and told.startswith(
+        if report is not None:
+            assert outcome.call and report.startswith(
                 f"checkpoint {self.folder}/step_{step:08d} cannot be written: "
             ), outcome
-            assert os.strerror(outcome.error or errno.EIO) in told and "\n" not in told, outcome
+            assert os.strerror(outcome.error or errno.EIO) in report and "\n" not in report, outcome
 
     def newest(self) -> int:
         """Return the step of the newest valid checkpoint, all of whose tensors belong to that step;
@@ -262,8 +262,8 @@ def failing_saves(plans: list[Plan], folder: Path, library: Path) -> list[list[O
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return [
-        [Outcome(**one) for one in told]
-        for told in json.loads((folder / "outcomes.json").read_text())
+        [Outcome(**one) for one in report]
+        for report in json.loads((folder / "outcomes.json").read_text())
     ]
 
 
@@ -273,7 +273,7 @@ def main(folder: Path, plans: list[dict[str, Any]]) -> None:
 
     # Do not preload DeepSpeed: no plan uses it, and importing it takes seconds.
     ranks._context.set_forkserver_preload(["tests.pretrain.preloaded"])
-    data, told = write_folder(folder / "data"), []
+    data, report = write_folder(folder / "data"), []
     for number, plan in enumerate(Plan(**each) for each in plans):
         asynchronous = f"checkpoint.async_save={str(plan.asynchronous).lower()}"
         overrides = [
@@ -283,7 +283,7 @@ def main(folder: Path, plans: list[dict[str, Any]]) -> None:
             f"data.train.0.prefix={data / 'train'}",
         ]
         output = folder / f"output_{number}"
-        told.append(
+        report.append(
             answer(
                 plan.ranks,
                 outcomes,
@@ -295,10 +295,10 @@ def main(folder: Path, plans: list[dict[str, Any]]) -> None:
             )
         )
         for rank in range(plan.ranks):
-            said = Path(f"{output}.{rank}").read_text()
-            assert "Traceback" not in said and "Exception" not in said, said
+            printed = Path(f"{output}.{rank}").read_text()
+            assert "Traceback" not in printed and "Exception" not in printed, printed
     (folder / "outcomes.json").write_text(
-        json.dumps([[asdict(one) for one in each] for each in told])
+        json.dumps([[asdict(one) for one in each] for each in report])
     )
 
 

@@ -66,18 +66,20 @@ def test_a_sound_cluster_passes_and_nothing_is_left(
 ) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    code, said = examine(
+    code, output = examine(
         cluster, f"--set=paths.shared=[{shared}]", "--set=health.all_reduce_gb_per_second=0.0001"
     )
-    assert code == 0 and {level for lines in said.values() for level, _ in lines} == {"ok"}, said
-    assert said["Slurm"][0][1].startswith("22.05") or "UP" in said["Slurm"][0][1]
-    assert said["trial"] == [("ok", "ran on node1, node2")] and {
+    assert code == 0 and {level for lines in output.values() for level, _ in lines} == {"ok"}, (
+        output
+    )
+    assert output["Slurm"][0][1].startswith("22.05") or "UP" in output["Slurm"][0][1]
+    assert output["trial"] == [("ok", "ran on node1, node2")] and {
         "node node1",
         "node node2",
         "shared folders",
         "clocks",
-    } < set(said)
-    assert "2 ranks on 2 nodes over gloo" in said["all-reduce"][0][1]
+    } < set(output)
+    assert "2 ranks on 2 nodes over gloo" in output["all-reduce"][0][1]
     assert list((tmp_path / "trials").iterdir()) == list(
         shared.iterdir()
     ) == [] and "launch-doctor" not in queued(cluster)
@@ -86,7 +88,7 @@ def test_a_sound_cluster_passes_and_nothing_is_left(
 def test_what_slurm_would_refuse_is_said_without_a_job(
     examine: Examine, cluster: MiniSlurm
 ) -> None:
-    for options, name, told in (
+    for options, name, report in (
         (["--nodes=0", "--set=slurm.partition=mian"], "partition", "partition mian does not exist"),
         (
             ["--nodes=0", "--set=nodes.gpus=16", "--set=nodes.cpus=1"],
@@ -96,8 +98,10 @@ def test_what_slurm_would_refuse_is_said_without_a_job(
         (["--nodes=3"], "nodes", "3 wanted"),
         (["--nodes=1", "--set=slurm.constraint=h100"], "sbatch", "feature"),
     ):
-        code, said = examine(cluster, *options)
-        assert code == 1 and failed(said) == [name] and told in said[name][0][1].lower(), said
+        code, output = examine(cluster, *options)
+        assert code == 1 and failed(output) == [name] and report in output[name][0][1].lower(), (
+            output
+        )
 
 
 def test_a_full_queue_is_not_waited_for(
@@ -112,11 +116,11 @@ def test_a_full_queue_is_not_waited_for(
         cwd=tmp_path,
     )
     cluster.wait(blocker, "RUNNING")
-    code, said = examine(cluster, "--wait=1")
+    code, output = examine(cluster, "--wait=1")
     assert (
         code == 1
-        and failed(said) == ["trial"]
-        and "waited 1 s in the queue (" in said["trial"][0][1]
+        and failed(output) == ["trial"]
+        and "waited 1 s in the queue (" in output["trial"][0][1]
     )
     assert queued(cluster) == ["blocker"]
 
@@ -127,12 +131,12 @@ def test_a_gpu_that_is_broken_is_named_with_its_node(
     broken = smi.Node(changed={(3, "ecc.errors.uncorrected.volatile.total"): "5"})
     smi.install(tmp_path / "bin", smi.Node().answers())
     monkeypatch.setenv("PATH", smi.install(tmp_path / "bin", broken.answers(), "node2")["PATH"])
-    code, said = examine(cluster, "--set=nodes.gpus=8", "--set=health.matmul=false")
-    assert code == 1 and failed(said) == ["node node2", "trial"]
-    assert "GPU 3 (00000000:5D:00.0): 5 uncorrected ECC errors" in said["node node2"][0][1]
+    code, output = examine(cluster, "--set=nodes.gpus=8", "--set=health.matmul=false")
+    assert code == 1 and failed(output) == ["node node2", "trial"]
+    assert "GPU 3 (00000000:5D:00.0): 5 uncorrected ECC errors" in output["node node2"][0][1]
     assert (
-        said["node node1"][0][0] == "ok"
-        and "8 x NVIDIA H100 80GB HBM3, driver 550.90.07" in said["node node1"][0][1]
+        output["node node1"][0][0] == "ok"
+        and "8 x NVIDIA H100 80GB HBM3, driver 550.90.07" in output["node node1"][0][1]
     )
     assert not list(tmp_path.rglob("cordon.jsonl")), "a doctor takes no node away"
 
@@ -143,11 +147,11 @@ def test_a_folder_that_the_nodes_do_not_see_is_named(
     monkeypatch.setattr(doctor_trial, "END_SECONDS", 2.0)
     (tmp_path / "trials").mkdir()
     with hidden(cluster, tmp_path / "trials"):
-        code, said = examine(cluster)
-    assert code == 1 and failed(said) == ["trial"]
+        code, output = examine(cluster)
+    assert code == 1 and failed(output) == ["trial"]
     assert (
-        f"ended without any output in {tmp_path / 'trials'}" in said["trial"][0][1]
-        and "do not see that folder" in said["trial"][0][1]
+        f"ended without any output in {tmp_path / 'trials'}" in output["trial"][0][1]
+        and "do not see that folder" in output["trial"][0][1]
     )
 
 
@@ -157,10 +161,10 @@ def test_a_hung_node_is_named_and_not_waited_for(
     cluster = make_cluster(slurmd_timeout=500)
     cluster.freeze_node("node2")
     began = time.monotonic()
-    code, said = examine(cluster, "--nodes=2", "--set=health.timeout_seconds=15")
+    code, output = examine(cluster, "--nodes=2", "--set=health.timeout_seconds=15")
     assert (
         code == 1
-        and failed(said) == ["node node2", "trial"]
-        and "did not answer the health check" in said["node node2"][0][1]
+        and failed(output) == ["node node2", "trial"]
+        and "did not answer the health check" in output["node node2"][0][1]
     )
-    assert said["node node1"][0][0] == "ok" and time.monotonic() - began < 300
+    assert output["node node1"][0][0] == "ok" and time.monotonic() - began < 300

@@ -184,7 +184,9 @@ def test_many_submit_the_same_at_once(login: Login) -> None:
     assert sorted(code for _, code in ends)[0] == 0 and all(
         code in (Exit.WRONG_INPUT, Exit.IN_USE) for _, code in ends[1:] if code
     )
-    assert all("another launch command" in said or "has job" in said for said, code in ends if code)
+    assert all(
+        "another launch command" in output or "has job" in output for output, code in ends if code
+    )
     assert (
         len(login.submissions())
         == len(login.cluster.run("squeue", "--noheader", "--format=%o").stdout.split())
@@ -278,7 +280,7 @@ def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
     assert read_json(login.folder / "run" / "launch" / "stop.json") is None, (
         "whoever mends the input gives the same command again"
     )
-    for named, told in (
+    for named, report in (
         ("run", "is not under way (the input is wrong, and stays so: "),
         (third, "that job is FAILED"),
         (f"afterok:{second}:{third}", f"afterok:{third}: that job is FAILED"),
@@ -286,7 +288,7 @@ def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
         ("99999", "knows no such"),
         ("aftercorr:99999", "knows no such"),
     ):
-        assert told in login.again("--directory", "fourth", "--dependency", named, code=2)
+        assert report in login.again("--directory", "fourth", "--dependency", named, code=2)
     dry = login.again("--directory", "fifth", "--dependency", "second", "--dry-run")
     assert "--dependency" not in dry and "after      nothing" in dry
 
@@ -309,9 +311,9 @@ def test_the_users_variables_change_no_job(login: Login) -> None:
     requeue = ("requeue", "job", "--cluster", "mini.yaml", "--set", setup)
     login.launch(*requeue, env={**strange, "CANARY": "sings"})
     assert login.cluster.wait(login.submissions()[-1]) == "COMPLETED"
-    told = dict(line.split("=", 1) for line in kept.read_text().splitlines() if "=" in line)
-    assert told["CANARY"] == "sings"
-    assert [name for name in strange if name in told and told[name] == strange[name]] == []
+    report = dict(line.split("=", 1) for line in kept.read_text().splitlines() if "=" in line)
+    assert report["CANARY"] == "sings"
+    assert [name for name in strange if name in report and report[name] == strange[name]] == []
 
 
 def test_a_waiting_job_heeds_the_cordon_file_anew_when_it_is_requeued(login: Login) -> None:
@@ -367,11 +369,11 @@ def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login) 
     assert [read_json(attempt / "attempt.json")["nodes"] for attempt in attempts(login.job)] == [
         ["node2"]
     ]
-    told = (
+    report = (
         "[slurm] launch: the supervisor did not start on node1: back to the queue, without that"
         " node"
     )
-    assert told in login.launch("logs", "job")
+    assert report in login.launch("logs", "job")
 
 
 # Run in a mount namespace in which munge's socket is at the place where a client without slurm.conf

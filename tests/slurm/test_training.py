@@ -66,8 +66,8 @@ def test_a_run_that_is_preempted_killed_and_cancelled_goes_on_each_time_and_tell
     job = call(*submit, "--parsable").strip()
     further(1)
     for rank in (0, 1):
-        told = processes.environment(run.child(rank, attempt=1))
-        assert {f"{name}={value}".encode() for name, value in SECRETS.items()} <= set(told)
+        report = processes.environment(run.child(rank, attempt=1))
+        assert {f"{name}={value}".encode() for name, value in SECRETS.items()} <= set(report)
     urgent = cluster.sbatch(
         "-p", "urgent", "-N2", "--exclusive", "--mem=1000", "-o", os.devnull, "--wrap", "sleep 1"
     )

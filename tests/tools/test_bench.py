@@ -217,8 +217,8 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
         module.main([*(word.replace("OUT", str(tmp_path)) for word in words), "--json", str(path)])
         == 0
     )
-    said, written = capsys.readouterr(), json.loads(path.read_text())
-    out = said.out
+    output, written = capsys.readouterr(), json.loads(path.read_text())
+    out = output.out
     assert written["machine"]["torch"] == torch.__version__
     rows = {row.get("what") or row.get("name") or row["variant"]: row for row in written["rows"]}
     if name == "cpu_suite":
@@ -241,7 +241,7 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
         base = rows["megatron"]
         assert (written["baseline"], written["ranks"]) == ("megatron", 2)
         assert base["step_ratio"] == base["peak_ratio"] == 1.0
-        assert "megatron: step 4 of 4: " in said.err
+        assert "megatron: step 4 of 4: " in output.err
         assert list(rows) == ["megatron", "stage2"]
         for each in rows.values():
             assert each["tokens_per_second"] == 2 * 16 / each["step_seconds"]
@@ -285,6 +285,6 @@ def test_a_mistake_is_one_line(
                 code = module.main(words.split())
             except SystemExit as error:
                 code = int(str(error.code))
-            said = capsys.readouterr()
-            assert code == 2 and said.out == "" and said.err.count("\n") == 1, words
-            wording(said.err)
+            output = capsys.readouterr()
+            assert code == 2 and output.out == "" and output.err.count("\n") == 1, words
+            wording(output.err)

@@ -194,32 +194,32 @@ def launched(
     def called(
         *seconds: float | str, ends: str = "never", **given: Any
     ) -> tuple[Round | str, list[str]]:
-        script, said = tmp_path / "ranks", list[str]()
+        script, output = tmp_path / "ranks", list[str]()
         script.write_text(RANKS.format(python=sys.executable, seconds=list(seconds)))
         script.chmod(0o755)
 
         def say(line: str) -> None:
-            said.append(line)
+            output.append(line)
             clock[0] += 1000.0 * (ends in line)
 
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", str(script))
             try:
-                return launch(JOB, say=say, logs=LOG.parent, **given), said
+                return launch(JOB, say=say, logs=LOG.parent, **given), output
             except CannotRun as error:
-                return str(error), said
+                return str(error), output
 
     return called
 
 
 def test_every_step_is_reported_and_nothing_is_left_behind(launched: Callable[..., Any]) -> None:
     seen = list[int]()
-    found, said = launched(
+    found, output = launched(
         2.0, 2.0, 0.5, 0.25, 0.125, partial=lambda found: seen.append(len(found.seconds))
     )
     assert found == Round((0.5, 0.25, 0.125), 100, None, 6.5) and not LOG.parent.exists()
     assert seen == sorted(seen) and seen[-1] == 3
-    assert said == [
+    assert output == [
         "megatron: step 1 of 5 (not timed): 2.000 s, 128 tokens/s, about 8s to go",
         "megatron: step 2 of 5 (not timed): 2.000 s, 128 tokens/s, about 6s to go",
         "megatron: step 3 of 5: 0.500 s, 512 tokens/s, about 1s to go",
@@ -229,9 +229,9 @@ def test_every_step_is_reported_and_nothing_is_left_behind(launched: Callable[..
 
 
 def test_steps_before_the_limit_count_and_the_log_is_kept(launched: Callable[..., Any]) -> None:
-    found, said = launched(2.0, 2.0, 0.5, "hang", ends="step 3 of 5")
+    found, output = launched(2.0, 2.0, 0.5, "hang", ends="step 3 of 5")
     assert found.seconds == (0.5,) and of(JOB, [found], cuda=False).partial
-    assert said[-3:] == [
+    assert output[-3:] == [
         "  | the last words of rank 0",
         "  | the last words of rank 1",
         f"megatron: ended after 900 s with 1 of 3 timed steps; log: {LOG}",

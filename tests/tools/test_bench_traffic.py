@@ -189,11 +189,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "traffic.json"
     sizes = ["--tokens", "128", "--batch", "1", "--kernels", "--json", str(out)]
     assert command.main(["--model", "fem_sm_demo", "--against", "transformer_demo", *sizes]) == 0
-    found, said = json.loads(out.read_text()), capsys.readouterr().out
+    found, output = json.loads(out.read_text()), capsys.readouterr().out
     assert [each["name"] for each in found["models"]] == ["fem_sm_demo", "transformer_demo"]
     assert (
         set(found["ratio"]) == {roof.name for roof in ROOFS}
-        and "fem_attention: stream_kernel" in said
+        and "fem_attention: stream_kernel" in output
     )
     total = sum(found["models"][0]["forward"][kind] for kind in (POINTWISE, PRODUCT, ATTENTION))
     assert total == pytest.approx(

@@ -127,13 +127,13 @@ def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
     split, back = tmp_path / "split", tmp_path / "back"
     capsys.readouterr()
     assert convert(f"{step_of(run_dir)} --engine megatron --out {split}") == 0
-    said = capsys.readouterr()
-    wording(said.out, RUN=run_dir)
+    output = capsys.readouterr()
+    wording(output.out, RUN=run_dir)
     before, after = tensors(step_of(run_dir)), tensors(step_of(split))
     assert len(hashes_of(step_of(split))) == len(hashes_of(step_of(run_dir)))
     assert main(["verify", str(split)]) == 0
     weights = [name for name in before if not name.startswith("optimizer.")]
-    assert said.err == "" and weights
+    assert output.err == "" and weights
     main_weight = "optimizer.state.fp32_param." if precision == "bf16" else ""
     for name in weights:
         assert torch.equal(before[name], after[name]), name
@@ -202,9 +202,9 @@ def test_weights_alone_stay_weights_alone(
     wording(capsys.readouterr().out)
     assert_same(step_of(out), step)
     assert main(["show", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "contents    weights only, for checkpoint.load\n" in said
-    assert "engine      deepspeed, converted from megatron with its plain optimizer\n" in said
+    output = capsys.readouterr().out
+    assert "contents    weights only, for checkpoint.load\n" in output
+    assert "engine      deepspeed, converted from megatron with its plain optimizer\n" in output
     # A run cannot resume from it.
     assert pretrain([DEMO, *base, f"run_dir={out}", "train.precision=fp32"]) == 2
     assert "contains only weights" in capsys.readouterr().err
@@ -264,8 +264,8 @@ def test_unsupported_settings_are_reported_and_files_are_copied_if_links_fail(
     monkeypatch.setattr("os.link", refuse)
     capsys.readouterr()
     assert convert(f"{step} --engine deepspeed --out {tmp_path}/out") == 0
-    said = capsys.readouterr()
-    wording(said.err + said.out)
+    output = capsys.readouterr()
+    wording(output.err + output.out)
     shutil.rmtree(tmp_path / "run")
     assert len(tensors(step_of(tmp_path / "out"))) > 100
 

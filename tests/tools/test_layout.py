@@ -290,12 +290,12 @@ def test_the_part_and_what_it_says_beside_are_the_layout(
         "parallel.context_parallel_kind=ring",
     ]
     assert main([RUN, *small, "--gpus", "16", "--out", str(part)]) == 0
-    said = capsys.readouterr().out
-    beside = said.splitlines()[-1].partition("; with ")[2].split()
+    output = capsys.readouterr().out
+    beside = output.splitlines()[-1].partition("; with ")[2].split()
     assert f"# With {' '.join(beside)}." in part.read_text(encoding="utf-8")
     taken = load_run(RUN, [*small[:-1], f"parallel={part}", *beside])
     validate(taken, 16)
-    best = said.splitlines()[2]
+    best = output.splitlines()[2]
     assert (
         f"CP{taken.parallel.context_parallel_size} ring" in best
         and f"stage {taken.engine.zero_stage}" in best
@@ -311,5 +311,5 @@ def test_what_nothing_is_known_of_is_refused_and_what_is_assumed_is_said(
     assert main([RUN, *SMALL, "model.mixer=fla.GatedLinearAttention", "--gpus", "4"]) == 2
     assert "model.mixer = fla.GatedLinearAttention" in capsys.readouterr().err
     assert main([RUN, *SMALL, "optimizer.name=muon", "data.documents=separate", "--gpus", "4"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("assumed:") == 2 and "optimizer.name = muon" in said
+    output = capsys.readouterr().out
+    assert output.count("assumed:") == 2 and "optimizer.name = muon" in output

@@ -457,7 +457,7 @@ def test_intervals_and_verdicts() -> None:
     mean, half = interval([1, 2, 3])
     assert mean == 2 and half == pytest.approx(4.303 / math.sqrt(3))
     assert interval([1]) == (1, math.inf)
-    for ours, said in (
+    for ours, output in (
         ([0.71, 0.81, 0.9], "agrees"),
         ([0.9, 0.71, 0.81], "tends to agree"),
         ([0.5, 0.9, 0.6], "tends to disagree"),
@@ -468,7 +468,7 @@ def test_intervals_and_verdicts() -> None:
     ):
         outcome = made_up("lis", {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": ours})
         (claim,), case = outcome.experiment.claims, outcome.size.cases[0]
-        assert report.verdict(outcome, claim, case) == said
+        assert report.verdict(outcome, claim, case) == output
         assert len(outcome.values(case, "MHA")) == 3
     solved = replace(outcome, experiment=replace(outcome.experiment, enough=0.6))
     assert report.verdict(solved, claim, case) == report.LEVEL
@@ -536,9 +536,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: W
         except SystemExit as end:
             code = int(end.code or 0)
         assert code == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        wording(f"{' '.join(words[:5])}: {said}")
+        output = capsys.readouterr().err
+        assert output.count("\n") == 1
+        wording(f"{' '.join(words[:5])}: {output}")
     assert [path.name for path in tmp_path.rglob("*")] == ["bad"]
 
 

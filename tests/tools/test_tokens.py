@@ -100,7 +100,7 @@ def begin(run_dir: Path, prefixes: list[Path], packing: str = "stream") -> Any:
         contents=check_contents(prepared.facts),
         train_samples=STEPS * BATCH,
         default_cache=run_dir / "index_cache",
-        say=lambda _: None,
+        log=lambda _: None,
         reader=StoreReader(prepared.config),
     )
     (run_dir / "config.yaml").write_text(dump_yaml(prepared.config))
@@ -215,9 +215,9 @@ def test_without_the_data_numbers_stand_and_another_runs_cache_is_not_taken(
         rows = [json.loads(line) for line in out.splitlines()]
         assert err.count("\n") == 1 and str(index) in err
         for sample, group in groupby(zip(rows, whole, strict=True), lambda pair: pair[0]["sample"]):
-            *inner, (last, said) = group
-            assert last == {**said, "id": None} and sample == said["sample"]
-            assert all(row == {**said, "id": None, "to": None} for row, said in inner)
+            *inner, (last, output) = group
+            assert last == {**output, "id": None} and sample == output["sample"]
+            assert all(row == {**output, "id": None, "to": None} for row, output in inner)
     assert main([str(tmp_path / "run"), "--step", "3"]) == 0
     assert capsys.readouterr().out.splitlines()[0].split() == [
         "step",
@@ -386,9 +386,9 @@ def test_mistakes_are_one_line(tmp_path: Path, refused: Refused) -> None:
     ):
         refused(main, "tools.tokens", run_dir, *words)
     manifest = tmp_path / "one" / "manifest.json"
-    said = json.loads(manifest.read_text())
-    del said["splits"]["train"]["ids"]
-    manifest.write_text(json.dumps(said))
+    output = json.loads(manifest.read_text())
+    del output["splits"]["train"]["ids"]
+    manifest.write_text(json.dumps(output))
     refused(main, "tools.tokens", run_dir, "--find", "one-1")
     (cache,) = (folder for folder in (run_dir / "index_cache").iterdir() if folder.is_dir())
     sample_index = next(cache.glob("*-sample_index.npy"))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fem_common.cli import run
-from fem_common.errors import UserError, files_told
+from fem_common.errors import UserError, convert_os_errors
 from tools.bench import runner
 from tools.bench.speed import Speed, implementations, time_baseline, time_workload
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, Scale, train_step
@@ -184,7 +184,7 @@ def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[st
 
 
 def measure_all(
-    effort: Effort, only: list[str] | None, tell: Callable[[str], None]
+    effort: Effort, only: list[str] | None, report: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return all rows, and one line for each operation that could not be timed.
 
@@ -200,17 +200,17 @@ def measure_all(
                 rows.append(operation(name, tokens, effort.budget))
             except (ValueError, TypeError, RuntimeError) as error:
                 gaps.append(f"{name}, {tokens} tokens: {str(error).splitlines()[0]}")
-        tell(f"{name} done")
+        report(f"{name} done")
     if not only or "models" in only:
         for row in models(effort):
             rows.append(row)
-            tell(f"{row['what']} done")
+            report(f"{row['what']} done")
     return rows, gaps
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of an earlier run's JSON file. Raises UserError, StorageError."""
-    with files_told():
+    with convert_os_errors():
         text = path.read_text(encoding="utf-8")
     try:
         rows: list[dict[str, Any]] = json.loads(text)["rows"]

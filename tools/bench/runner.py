@@ -18,7 +18,7 @@ import torch
 
 from fem_common.cli import Parser
 from fem_common.errors import ConfigError
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 from fem_common.text import did_you_mean
 from fem_megatron.megatron import platform
 from fem_megatron.megatron.platform import Moment, synchronize
@@ -134,7 +134,7 @@ def write_json(path: Path | None, content: Any) -> None:
     if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_text(text, encoding="utf-8")
     else:
-        write_whole(path, text, synced=False)
+        write_atomically(path, text, synced=False)
 
 
 @dataclass(frozen=True)

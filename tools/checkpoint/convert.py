@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.config import plain as plain_values
-from fem_common.errors import ConfigError, InUse, StorageError, files_told
+from fem_common.errors import ConfigError, InUse, StorageError, convert_os_errors
 from pretrain.checkpoint.folder import MANIFEST, WRITING, Found, find, newest_first, publish_step
 from pretrain.checkpoint.manager import WEIGHTS_ALONE, write_common
 from pretrain.checkpoint.manifest import PICKLES
@@ -49,7 +49,7 @@ def convert(checkpoint: Path, engine: str, out: Path, *, plain_optimizer: bool) 
             f" {engine}"
         )
     plain = plain_optimizer
-    with files_told():
+    with convert_os_errors():
         found = find(checkpoint)
         final = out / "checkpoints" / found.path.name
         _refuse(found, out)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from pretrain.checkpoint.folder import HASHES, MANIFEST, Found, find, flaw, hash_of, newest_first
 from pretrain.checkpoint.manifest import RNG_DEVICE
 from pretrain.checkpoint.reader import Weights
@@ -37,7 +37,7 @@ def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
         StorageError: the file system failed.
     """
     good = list[Path]()
-    with files_told():
+    with convert_os_errors():
         for path in newest_first(run / "checkpoints") or newest_first(run):
             if len(good) == count:
                 break
@@ -92,7 +92,7 @@ def merge(
         checkpoints = newest(of, last)
     ages = reversed(range(len(checkpoints)))
     shares = weights or [(ema or 1.0) ** age for age in ages]
-    with files_told():
+    with convert_os_errors():
         steps = [find(path).path for path in checkpoints]
     step, total = average(steps, out, shares), sum(shares)
     print(
@@ -116,7 +116,7 @@ def average(checkpoints: Sequence[Path], out: Path, shares: Sequence[float] = ()
         StorageError: the file system failed.
     """
     shares = shares or [1.0] * len(checkpoints)
-    with files_told():
+    with convert_os_errors():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"--out {out} already exists; choose another folder")
         found = [find(path) for path in checkpoints]

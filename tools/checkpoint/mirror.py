@@ -30,8 +30,8 @@ from typing import Any
 
 import xxhash
 
-from fem_common.errors import ConfigError, StorageError, files_told
-from fem_common.files import locked, sync_file, write_whole
+from fem_common.errors import ConfigError, StorageError, convert_os_errors
+from fem_common.files import locked, sync_file, write_atomically
 from fem_common.stores import kind_of, open_store, said, until_it_works
 from pretrain.checkpoint.folder import (
     HASHES,
@@ -160,7 +160,7 @@ class _State:
 
     def write(self) -> None:
         written = {"url": self.url, "newest": self.newest, "sent": self.sent, "fault": self.fault}
-        write_whole(self.file, json.dumps(written, indent=1) + "\n", synced=False)
+        write_atomically(self.file, json.dumps(written, indent=1) + "\n", synced=False)
 
 
 def mirror(
@@ -182,7 +182,7 @@ def mirror(
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such run directory")
     # The mirror process of a previous attempt may still run: its stdin has ended, so it ends soon.
-    with files_told(), locked(run_dir / ".mirror.lock", wait=True):
+    with convert_os_errors(), locked(run_dir / ".mirror.lock", wait=True):
         state = _State.of(run_dir, place.url)
         for left in (run_dir / "checkpoints").glob(f"{HOLD}*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -246,7 +246,7 @@ def fetch(
         contains only damaged ones.
     """
     place, folder, wrong = Mirror(url, run_dir), run_dir / "checkpoints", dict[str, str]()
-    with files_told():
+    with convert_os_errors():
         here = (
             newest_good(folder, dict.fromkeys((folder / name for name in damaged), ""))
             if folder.is_dir()
@@ -263,9 +263,9 @@ def fetch(
             f"{url} cannot be read, and {folder} has no valid checkpoint: {state.fault}"
         )
     if wrong and here is None:
-        told = ", ".join(f"{name}: {what}" for name, what in wrong.items())
+        listed = ", ".join(f"{name}: {what}" for name, what in wrong.items())
         raise StorageError(
-            f"no checkpoint in {url} is valid ({told}), {folder} has none, and the run does not"
+            f"no checkpoint in {url} is valid ({listed}), {folder} has none, and the run does not"
             " start from step 0 over them; if the store had a temporary fault, repeat the same"
             " command later; to start from step 0, name another mirror"
         )
@@ -311,7 +311,7 @@ def _fetch_newest(
         wrong[name] = damaged
         print(f"checkpoint {place.url}/{name} is damaged ({damaged}); passing over it", flush=True)
     if adopted and not wrong:
-        write_whole(fetched / RUN_ID, adopted)
+        write_atomically(fetched / RUN_ID, adopted)
     if not aside or known or not newest_first(fetched):
         take_in(run_dir)
 
@@ -330,7 +330,7 @@ def _bring(place: Mirror, name: str, into: Path) -> str | None:
         return wrong
     for file in manifest[HASHES]:
         sync_file(into / file)
-    write_whole(into / MANIFEST, json.dumps(manifest, indent=1))
+    write_atomically(into / MANIFEST, json.dumps(manifest, indent=1))
     return damage(into)
 
 

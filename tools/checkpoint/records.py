@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fem_common.errors import ConfigError
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 from pretrain.checkpoint.folder import MANIFEST, MIRROR_STATE, newest_first
 from pretrain.run_directory import RUN_ID, identify, record_of, run_id
 
@@ -101,7 +101,7 @@ def bring_records(place: Mirror, folder: Path) -> None:
         for entry in place.fs.ls(f"{place.root}/{RECORDS}", detail=True):
             name = Path(entry["name"]).name
             if name.endswith(".jsonl") and not (folder.parent / name).exists():
-                write_whole(folder / name, place.fs.cat_file(entry["name"]))
+                write_atomically(folder / name, place.fs.cat_file(entry["name"]))
 
 
 def _owner(place: Mirror) -> dict[str, str] | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.text import gib
 from pretrain.checkpoint.folder import (
     HASHES,
@@ -27,10 +27,10 @@ from pretrain.checkpoint.folder import (
     TENSORS,
     Found,
     damage,
-    damaged_beside,
     damaged_files,
     find,
     flaw,
+    hash_mismatches,
     hashes_of,
     newest_first,
 )
@@ -50,7 +50,7 @@ def show(checkpoint: Path) -> bool:
         ConfigError: no checkpoint exists, or its manifest cannot be read.
         StorageError: the file system failed.
     """
-    with files_told():
+    with convert_os_errors():
         found, wrong = _found(checkpoint)
         lines = _lines(found, wrong)
     for title, text in lines:
@@ -184,9 +184,9 @@ def verify(place: str) -> bool:
     if "://" in place:
         return verify_mirror(place)
     checkpoint = Path(place)
-    with files_told():
+    with convert_os_errors():
         if any(checkpoint.glob(f"*.{HASHES}")):
-            return _verified(checkpoint, lambda advance: list(damaged_beside(checkpoint, advance)))
+            return _verified(checkpoint, lambda advance: list(hash_mismatches(checkpoint, advance)))
         steps = [checkpoint] if (checkpoint / MANIFEST).exists() else newest_first(checkpoint)
         steps = steps or [step for folder in _below(checkpoint) for step in newest_first(folder)]
         if not steps:

@@ -15,7 +15,7 @@ from textwrap import fill
 from typing import Any
 
 from fem_common.cli import Parser, run
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 from fem_common.text import aligned
 from pretrain.config import load_run
 from tools.demo import pages, report, steps
@@ -84,7 +84,7 @@ def _publish(found: dict[str, Any], demo: steps.Demo) -> None:
     """
     fem, transformer = (History.read(demo.out / name) for name in report.NAMES)
     pages.draw(fem, transformer, found, demo.out / "report.png")
-    write_whole(demo.out / "report.json", json.dumps(found, indent=1) + "\n")
+    write_atomically(demo.out / "report.json", json.dumps(found, indent=1) + "\n")
     times = [f"{name} {report.minutes(value)}" for name, value in found["seconds"].items()]
     heads = ["", "nats per token", "bits per byte", "parameters", "tokens/s"]
     lines = aligned([heads, *report.rows(found)], left=(0,))

@@ -59,12 +59,12 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
         smoothed = smooth(losses, max(1.0, fem.last_step / 40))
         label = f"{name}, training (smoothed; faint: each step)"
         axes.plot(steps, smoothed, color=colour, linewidth=1.9, label=label)
-        look = {"linestyle": "", "marker": marker, "color": colour, "markersize": 8}
+        line_style = {"linestyle": "", "marker": marker, "color": colour, "markersize": 8}
         where, values = np.reshape(history.validations, (-1, 2)).T
         label = f"{name}, held-out: a sample (open: the whole split, {whole:.3f})"
-        axes.plot(where, values, label=label, **look)
+        axes.plot(where, values, label=label, **line_style)
         # Slightly to the right of the last step, so that it does not cover the sample's markers.
-        axes.plot(1.02 * steps[-1], whole, markerfacecolor="white", **look)
+        axes.plot(1.02 * steps[-1], whole, markerfacecolor="white", **line_style)
     label = f"unigram entropy of the held-out text, {entropy:.2f}"
     axes.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":", label=label)
     label = "FEM stopped by SIGTERM (TP 2 × PP 2, 4 ranks), resumed at DP 2"

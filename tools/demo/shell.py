@@ -76,13 +76,13 @@ class Shell:
             DemoError: a command failed (see `run`). It is raised for the first one, after all have
             ended.
         """
-        told: dict[str, list[str]] = {what: [] for what in commands}
+        outputs: dict[str, list[str]] = {what: [] for what in commands}
         with ThreadPoolExecutor(len(commands)) as pool:
             ends = [
-                pool.submit(self.run, command, what, limit, output=told[what].append)
+                pool.submit(self.run, command, what, limit, output=outputs[what].append)
                 for what, command in commands.items()
             ]
-        for end, lines in zip(ends, told.values(), strict=True):
+        for end, lines in zip(ends, outputs.values(), strict=True):
             say("\n".join(lines))
             end.result()
 

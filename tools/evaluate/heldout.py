@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.prepared.indexed import FormatError, read_index, sample_digest, with_ending
-from fem_common.errors import ConfigError, files_told
-from fem_common.files import write_whole
+from fem_common.errors import ConfigError, convert_os_errors
+from fem_common.files import write_atomically
 from fem_megatron.config import ModelConfig
 from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data.facts import DataFacts, check_data
@@ -263,7 +263,7 @@ def open_text(prefix: Path) -> Text:
     """
     facts = _facts(prefix)
     (source,) = facts.sources
-    with files_told():
+    with convert_os_errors():
         try:
             found = read_index(with_ending(prefix, "idx"))
         except FormatError as error:
@@ -302,7 +302,7 @@ def _facts(prefix: Path) -> DataFacts:
         data=DataConfig(train=(Source(prefix=str(prefix)),), seq_length=1),
     )
     try:
-        with files_told():
+        with convert_os_errors():
             return check_data(settings)
     except ConfigError as error:
         if str(error).startswith("data.seq_length"):
@@ -390,7 +390,7 @@ class Kept:
                 "format": FORMAT,
                 "sums": {name: asdict(value) for name, value in self.sums.items()},
             }
-            write_whole(self.path, json.dumps(content).encode())
+            write_atomically(self.path, json.dumps(content).encode())
 
     def remove(self) -> None:
         """Delete the file: the result contains the sums."""

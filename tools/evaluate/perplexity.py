@@ -43,8 +43,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fem_common import cli
-from fem_common.errors import CommandError, ConfigError, StorageError, UserError, files_told
-from fem_common.files import json_bytes, sha256_json, write_whole
+from fem_common.errors import CommandError, ConfigError, StorageError, UserError, convert_os_errors
+from fem_common.files import json_bytes, sha256_json, write_atomically
 from fem_common.progress import Progress
 from pretrain.checkpoint.folder import find
 
@@ -444,7 +444,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def measured() -> None:
         try:
-            with files_told():
+            with convert_os_errors():
                 _command(given)
         except CommandError:
             raise
@@ -482,7 +482,7 @@ def _command(given: argparse.Namespace) -> None:
         options = {"per_document": given.per_document, "batch_size": given.batch_size}
         result = heldout_result(opened, task, folder, fingerprint(opened), **options)
         if folder is not None:
-            write_whole(folder / f"{task.name}.json", json_bytes(result))
+            write_atomically(folder / f"{task.name}.json", json_bytes(result))
         raw = result["raw"]
         stderr, bits = (
             "-" if number is None else f"{number:.4f}"

@@ -132,9 +132,9 @@ def _limits(
         least, most = min(least, chance), max(most, chance)
     elif chance is not None:
         here = {"x": 0.0, "ha": "left"} if chance < least else {"x": 1.0, "ha": "right"}
-        told = f"‹ guessing {chance:.2g}" if chance < least else f"guessing {chance:.2g} ›"
+        label = f"‹ guessing {chance:.2g}" if chance < least else f"guessing {chance:.2g} ›"
         axes.text(
-            y=0.03, s=told, transform=axes.transAxes, fontsize=7, color=QUIET, va="bottom", **here
+            y=0.03, s=label, transform=axes.transAxes, fontsize=7, color=QUIET, va="bottom", **here
         )
     edge = max(0.06 * (most - least), (span - most + least) / 2)
     # If no score is negative, the axis extends below zero only for the end of a whisker and a
@@ -183,7 +183,7 @@ def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:
     for axes, (text, by_model) in zip(panels, shown.items(), strict=True):
         for model, points in by_model.items():
             again, colour = divmod(models.index(model), len(COLOURS))
-            look = {
+            style = {
                 "color": COLOURS[colour],
                 "marker": MARKERS[colour],
                 "linestyle": ("-", "--", ":")[again % 3],
@@ -195,7 +195,7 @@ def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:
             values = [point.nats.value for point in points]
             errors = [point.nats.stderr or 0.0 for point in points]
             lengths = [point.context for point in points]
-            axes.errorbar(lengths, values, yerr=errors, label=_short(model), **look)
+            axes.errorbar(lengths, values, yerr=errors, label=_short(model), **style)
         lengths = sorted({point.context for points in by_model.values() for point in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from fem_common import cli
-from fem_common.errors import files_told
-from fem_common.files import write_whole
+from fem_common.errors import convert_os_errors
+from fem_common.files import write_atomically
 from fem_common.plot import png
 from fem_common.text import aligned
 
@@ -101,12 +101,12 @@ def _rescaled(table: Table) -> list[str]:
         ]
         for row in table.rows
     ]
-    told = (
+    note = (
         "0 is guessing or worse, 100 is all answers right; the sub-tasks of BBH and MuSR are"
         " rescaled before they are averaged. Average: mean over the tasks, with the two numbers of"
         " IFEval as one task."
     )
-    return ["## Rescaled as the Open LLM Leaderboard does", told, _grid_markdown(heads, rows)]
+    return ["## Rescaled as the Open LLM Leaderboard does", note, _grid_markdown(heads, rows)]
 
 
 def _heldout(table: Table) -> list[str]:
@@ -178,8 +178,8 @@ def console(table: Table) -> str:
     # The character after each number is for the star.
     heads = [f"{row.model} ".rjust(12) for row in table.rows]
     lines = aligned([[table.suite.ljust(len(AVERAGE)), *heads], *_grid(table)], (0,))
-    told = "± one standard error; * best" if len(table.rows) > 1 else "± one standard error"
-    notes = [textwrap.fill(note, 120) for note in (told, *table.notes)]
+    legend = "± one standard error; * best" if len(table.rows) > 1 else "± one standard error"
+    notes = [textwrap.fill(note, 120) for note in (legend, *table.notes)]
     return "\n".join([*lines, "", *notes, ""])
 
 
@@ -278,10 +278,10 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
     }
     if curves is not None:
         files["heldout.png"] = png(curves)
-    with files_told():
+    with convert_os_errors():
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            write_whole(out / name, content)
+            write_atomically(out / name, content)
         if curves is None:
             (out / "heldout.png").unlink(missing_ok=True)
     print(console(table), end="")

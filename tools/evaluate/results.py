@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.config import build
-from fem_common.errors import ConfigError, UserError, files_told
-from fem_common.files import write_whole
+from fem_common.errors import ConfigError, UserError, convert_os_errors
+from fem_common.files import write_atomically
 from fem_common.settings import setting
 
 from .perplexity import METRIC as HELDOUT
@@ -151,7 +151,7 @@ def fitting(
         A message; "" if the result can be used; None if the file does not exist.
     """
     file = result_file(out, model, column)
-    with files_told():
+    with convert_os_errors():
         try:
             there = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -194,9 +194,9 @@ def shown(value: Any) -> str:
 def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> None:
     """Write the content of a result file atomically."""
     file = result_file(out, model, column)
-    with files_told():
+    with convert_os_errors():
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        write_atomically(file, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def read(folders: Sequence[Path]) -> list[Result]:
     """
     found: dict[tuple[str, str], Result] = {}
     for folder in folders:
-        with files_told():
+        with convert_os_errors():
             if not folder.is_dir():
                 raise FileNotFoundError(2, "no such folder of results", str(folder))
             files = sorted(
@@ -352,17 +352,17 @@ def read_one(file: Path) -> Result:
     Raises:
         ScoreError: it is not a result of this format, or a value in it is not a number.
     """
-    with files_told():
+    with convert_os_errors():
         text = file.read_text(encoding="utf-8")
     try:
         raw = json.loads(text)
     except ValueError as error:
         raise ScoreError(f"{file}: not JSON ({error}): delete it and evaluate again") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        told = raw.get("format") if isinstance(raw, dict) else None
+        found_format = raw.get("format") if isinstance(raw, dict) else None
         raise ScoreError(
             f"{file}: not a result of an evaluation, or a result of another version (format"
-            f" {told!r}, expected {FORMAT})"
+            f" {found_format!r}, expected {FORMAT})"
         )
     scores, texts = (tuple(item.name for item in fields(kind)) for kind in (Score, Written))
     missing = [key for key in (*texts[:7], *scores) if key not in raw]
@@ -370,18 +370,18 @@ def read_one(file: Path) -> Result:
         raise ScoreError(f"{file}: has no {missing[0]!r}: evaluate again")
     try:
         score = build(Score, {key: raw[key] for key in scores}, file)
-        said = build(Written, {key: raw[key] for key in texts if key in raw}, file)
+        written = build(Written, {key: raw[key] for key in texts if key in raw}, file)
     except ConfigError as error:
         raise ScoreError(f"{str(error).splitlines()[0]}: evaluate again") from None
     for place, one in {
         "": score,
-        **{f"subtasks.{name}.": part for name, part in said.subtasks.items()},
+        **{f"subtasks.{name}.": part for name, part in written.subtasks.items()},
     }.items():
-        if said.higher_is_better and not 0.0 <= one.value <= 1.0:
+        if written.higher_is_better and not 0.0 <= one.value <= 1.0:
             raise ScoreError(
                 f"{file}: {place}value = {one.value:g}: expected a share of right answers in 0 .. 1"
             )
-    return Result(**vars(said), file=file, name=file.stem, score=score)
+    return Result(**vars(written), file=file, name=file.stem, score=score)
 
 
 def check(results: Iterable[Result]) -> None:
@@ -422,7 +422,7 @@ def _conditions(ours: Result, theirs: Result) -> list[tuple[str, Any, Any]]:
     ]
     if ours.metric == HELDOUT:
         return named
-    told = [
+    conditions = [
         (what, ours.settings.get(what), theirs.settings.get(what))
         for what in ("task", "task_digest", "limit", "seed")
     ]
@@ -430,4 +430,4 @@ def _conditions(ours: Result, theirs: Result) -> list[tuple[str, Any, Any]]:
         ("the number of examples", ours.score.n, theirs.score.n),
         ("the score of guessing", ours.score.chance, theirs.score.chance),
     ]
-    return [*named, *told, *numbers]
+    return [*named, *conditions, *numbers]

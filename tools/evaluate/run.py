@@ -74,7 +74,7 @@ def plan(
     """
     jobs, complaints, done = [], [], 0
     for model in models:
-        for columns in asked_together(suite):
+        for columns in grouped_columns(suite):
             if columns[0].kind == "heldout":
                 digest = data_digest(model.path, columns[0])
             else:
@@ -97,7 +97,7 @@ def plan(
     return Plan(tuple(jobs), done)
 
 
-def asked_together(suite: Suite) -> list[tuple[SuiteTask, ...]]:
+def grouped_columns(suite: Suite) -> list[tuple[SuiteTask, ...]]:
     """Return the columns in groups that one run of a task serves, in the order of the suite.
 
     Columns share a run if task and few-shot count are equal. Held-out columns are not grouped.

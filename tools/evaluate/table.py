@@ -156,12 +156,12 @@ class Table:
         sign = 1 if column.higher_is_better else -1
         best, *others = sorted(scores, key=lambda index: -sign * scores[index].value)
         first = scores[best]
-        apart = [
+        significant = [
             sign * (first.value - scores[other].value)
             > math.hypot(first.stderr or 0.0, scores[other].stderr or 0.0)
             for other in others
         ]
-        return best if all(apart) else None
+        return best if all(significant) else None
 
     def summary(self) -> list[tuple[float, int] | None]:
         """Return (average rank, number of first ranks) of each row over the ranked columns.
@@ -279,7 +279,7 @@ def build(results: Sequence[Result], suite: Suite | None) -> Table:
         )
         suite = Suite(tasks=asked)
     else:
-        _as_asked(results, suite)
+        _check_settings(results, suite)
     columns = tuple(_column(task, by_name.get(task.name)) for task in suite.tasks)
     known = {column.name for column in columns}
     others = sorted(by_name.keys() - known)
@@ -304,20 +304,20 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     ]
 
 
-def _as_asked(results: Sequence[Result], suite: Suite) -> None:
+def _check_settings(results: Sequence[Result], suite: Suite) -> None:
     """Raise ScoreError if a result was made with other settings than the suite's."""
     tasks = {task.name: task for task in suite.tasks}
     for result in results:
         task = tasks.get(result.name)
         if task is None:
             continue
-        told = [
+        requested = [
             ("metric", result.metric, task.metric),
             ("task", result.settings.get("task", task.task), task.task),
         ]
         if task.fewshot is not None:
-            told.append(("fewshot", str(result.fewshot), str(task.fewshot)))
-        for what, here, there in told:
+            requested.append(("fewshot", str(result.fewshot), str(task.fewshot)))
+        for what, here, there in requested:
             if here != there:
                 raise ScoreError(
                     f"{result.file}: {what} is {here}, but the suite {suite.name} requires {there}:"

@@ -35,10 +35,10 @@ def check(given: argparse.Namespace) -> None:
         ("top_p", lambda number: 0 < number <= 1, "more than 0, up to 1"),
         ("seed", lambda number: 0 <= number < 2**63, "a number from 0 on"),
     )
-    for name, fits, told in ranges:
+    for name, fits, expected in ranges:
         value = getattr(given, name)
         if value is not None and not fits(value):
-            raise ConfigError(f"{_option(name)} {value}: must be {told}")
+            raise ConfigError(f"{_option(name)} {value}: must be {expected}")
     fixed = None
     if given.greedy:
         fixed = "--greedy"

@@ -115,7 +115,7 @@ def run(prompts: list[str], settings: Settings) -> int:
     elif len(prompts) > 1 or settings.beams > 1:  # else the text has been streamed
         sys.stdout.write(f"\n{BETWEEN}\n".join(answer.texts) + "\n")
     sys.stdout.flush()
-    for line in told(answer, cost):
+    for line in cost_lines(answer, cost):
         print(line, file=sys.stderr)
     return 130 if answer.interrupted else 0
 
@@ -297,7 +297,7 @@ def layer_bytes(layer: Any) -> int:
     return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
 
-def told(answer: Answer, cost: dict[str, Any]) -> list[str]:
+def cost_lines(answer: Answer, cost: dict[str, Any]) -> list[str]:
     """Return the costs as lines of text."""
     opened, settings = answer.opened, answer.settings
     size = sum(weight.numel() for weight in opened.model.parameters())

@@ -153,10 +153,10 @@ def difference(where: str, a: Tensor, b: Tensor) -> Difference:
     absolute = scale = 0.0
     for left, right in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
         one, two = left.double(), right.double()
-        apart = torch.where(
+        error = torch.where(
             (one == two) | (one.isnan() & two.isnan()), 0.0, (one - two).abs()
         ).nan_to_num(math.inf)
-        absolute = max(absolute, apart.max().item() if apart.numel() else 0.0)
+        absolute = max(absolute, error.max().item() if error.numel() else 0.0)
         for side in (one, two):
             finite = side[side.isfinite()]
             scale = max(scale, finite.abs().max().item() if finite.numel() else 0.0)
@@ -296,9 +296,10 @@ def compare_tokenizers(a: Any | None, b: Any | None, texts: list[str]) -> str | 
         return None
     one, two = a.get_vocab(), b.get_vocab()
     if one != two:
-        apart = sorted({token for token in {*one, *two} if one.get(token) != two.get(token)})
+        differing = sorted({token for token in {*one, *two} if one.get(token) != two.get(token)})
         return (
-            f"{len(one)} and {len(two)} entries, {len(apart)} of them differ, such as {apart[0]!r}"
+            f"{len(one)} and {len(two)} entries, {len(differing)} of them differ, such as "
+            f"{differing[0]!r}"
         )
     for text in texts:
         if a(text)["input_ids"] != b(text)["input_ids"]:

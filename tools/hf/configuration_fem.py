@@ -32,8 +32,8 @@ def named_rope(model: ModelConfig) -> dict[str, Any]:
             "rope_type": "default",
             "rope_theta": float(Rope(model.rope_base, given).first_base()),
         }
-    told = {ROPE_NAMES.get(name, name): getattr(given, name) for name in KINDS[given.kind]}
-    kept = {key: value for key, value in told.items() if value is not None}
+    named = {ROPE_NAMES.get(name, name): getattr(given, name) for name in KINDS[given.kind]}
+    kept = {key: value for key, value in named.items() if value is not None}
     return {"rope_type": given.kind, "rope_theta": float(model.rope_base), **kept}
 
 
@@ -115,15 +115,15 @@ def stretched(
     The older names (``rope_theta``, ``rope_scaling``) have precedence over ``rope_parameters``.
     ``model`` is returned unchanged if all settings equal its own. length: as in ``read_rope``.
     """
-    told, rest = named_rope(model), dict(rope_scaling or {})
+    named, rest = named_rope(model), dict(rope_scaling or {})
     older = {"rope_type": rest.pop("type", "default"), "rope_theta": rope_theta, **rest}
     for given in (None if rope_theta is None and rope_scaling is None else older, rope_parameters):
         whole = (
-            told
+            named
             if given is None
-            else {**given, "rope_theta": given.get("rope_theta") or told["rope_theta"]}
+            else {**given, "rope_theta": given.get("rope_theta") or named["rope_theta"]}
         )
-        if whole != told:
+        if whole != named:
             return replace(model, **read_rope(whole, length))
     return model
 
@@ -248,8 +248,8 @@ class FemLMConfig(PretrainedConfig):
             **{ours: getattr(self, theirs) for theirs, ours in self.training_names.items()},
         }
         names = ("rope_parameters",) if ROPE_PARAMETERS else ("rope_theta", "rope_scaling")
-        told = {name: getattr(self, name, None) for name in names}
-        model = stretched(ModelConfig.from_dict(fields), self.max_position_embeddings, **told)
+        values = {name: getattr(self, name, None) for name in names}
+        model = stretched(ModelConfig.from_dict(fields), self.max_position_embeddings, **values)
         return fields | {"rope_base": model.rope_base, "rope_scaling": asdict(model.rope_scaling)}
 
     def model(self) -> ModelConfig:

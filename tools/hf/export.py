@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
-from fem_common.errors import ConfigError, told
+from fem_common.errors import ConfigError, from_os_error
 from fem_common.progress import Progress
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
@@ -274,7 +274,7 @@ def beside(out: Path) -> Iterator[Path]:
                     os.rename(aside, out)
                 raise
     except OSError as error:
-        raise told(error, f"{out} cannot be written: ") from None
+        raise from_os_error(error, f"{out} cannot be written: ") from None
 
 
 def export_checkpoint(

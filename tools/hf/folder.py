@@ -21,7 +21,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.progress import Progress
 from pretrain.checkpoint.folder import HashedFile
 
@@ -171,7 +171,7 @@ def header(file: Path) -> dict[str, Stored]:
     Raises ConfigError if it is not a complete safetensors file.
     """
     try:
-        with files_told(), safe_open(file, framework="pt") as opened:
+        with convert_os_errors(), safe_open(file, framework="pt") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {
                 name: Stored(file, tuple(part.get_shape()), part.get_dtype())
@@ -183,7 +183,7 @@ def header(file: Path) -> dict[str, Stored]:
 
 def json_object(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file as a dictionary. Raises ConfigError if it is no object."""
-    with files_told():
+    with convert_os_errors():
         text = path.read_bytes()
     try:
         value = json.loads(text)

@@ -26,12 +26,12 @@ import yaml
 from torch import Tensor
 
 from fem_common.config import plain
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from fem_megatron.catalogue import mixer_names, unread
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron.platform import import_megatron
 from fem_megatron.mup import starts_from
-from pretrain.checkpoint.folder import HASHES, Inherited, Progress, damaged_beside
+from pretrain.checkpoint.folder import HASHES, Inherited, Progress, hash_mismatches
 from pretrain.config import RunConfig, run_of
 from pretrain.plan.run_plan import model_weights
 
@@ -96,11 +96,11 @@ class Source:
         )
         path, entries = self.folder.path / GENERATION, range(self.model.vocab_size or 0)
         generation = json_object(path) if path.is_file() else {}
-        told = {
+        kept = {
             name: getattr(read, name) if generation.get(name) is None else generation[name]
             for name in SPECIAL_IDS
         }
-        known = {name: ids for name, ids in told.items() if _all_in(ids, entries)}
+        known = {name: ids for name, ids in kept.items() if _all_in(ids, entries)}
         return Inherited(
             read.max_position_embeddings, known, foreign=not trained_here(self.training)
         )
@@ -134,8 +134,8 @@ def import_folder(
     source = read_source(hf_dir)
     config, notes = run_config(source, out, mixer, dtype, settings)
     check_tensors(source)
-    with files_told():
-        for wrong in damaged_beside(hf_dir, lambda count: None):
+    with convert_os_errors():
+        for wrong in hash_mismatches(hf_dir, lambda count: None):
             name = wrong.split()[0]
             raise ConfigError(
                 f"{hf_dir / name} is damaged ({wrong}); if the file was rewritten deliberately,"
@@ -173,9 +173,9 @@ def import_folder(
         (folder / MODEL).write_text(model_yaml(config.model, hf_dir), encoding="utf-8")
         if plan:
             copied = described(plan)
-            told = {"from": str(hf_dir), "seed": config.train.seed, **copied}
+            origin = {"from": str(hf_dir), "seed": config.train.seed, **copied}
             (folder / "grafted.json").write_text(
-                json.dumps(told, indent=1) + "\n", encoding="utf-8"
+                json.dumps(origin, indent=1) + "\n", encoding="utf-8"
             )
     for line in notes:
         print(f"tools.hf: note: {line}", file=sys.stderr)
@@ -422,8 +422,8 @@ def _defaults(folder: Folder, dtype: str | None) -> dict[str, Any]:
     stored = {stored.dtype for stored in folder.tensors.values()}
     precision = "bf16" if dtype == "bfloat16" or (dtype is None and stored == {"BF16"}) else "fp32"
     length = folder.config.get("max_position_embeddings")
-    told = {"seq_length": length} if isinstance(length, int) and length > 0 else {}
-    return {"name": folder.path.resolve().name, "train": {"precision": precision}, "data": told}
+    defaults = {"seq_length": length} if isinstance(length, int) and length > 0 else {}
+    return {"name": folder.path.resolve().name, "train": {"precision": precision}, "data": defaults}
 
 
 def _all_in(ids: Any, entries: range) -> bool:

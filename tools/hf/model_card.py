@@ -104,7 +104,7 @@ def model_card(
         weights_license: None: no license is stated for the weights.
     """
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
-    told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
+    described = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
     blocks = dict(zip(mixer_names(model), model.blocks(), strict=True))
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -113,7 +113,9 @@ def model_card(
         name=card.get("name", "A language model"),
         parameters=_text(parameters),
         mixers=mixers,
-        mixed=told[0] if len(told) == 1 else f"{', '.join(told[:-1])} or {told[-1]}, by layer",
+        mixed=described[0]
+        if len(described) == 1
+        else f"{', '.join(described[:-1])} or {described[-1]}, by layer",
         recurrence=model.recurrence,
         # Also needed for the tokenizer: transformers 5 first reads the configuration of the model,
         # which has code.
@@ -311,11 +313,11 @@ def data_text(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> st
     total, texts = sum(source.weight for source in sources) or 1.0, []
     for source in sources:
         split = _split(source, manifests)
-        told = [f"{100 * source.weight / total:.4g}% of the blend"] if len(sources) > 1 else []
-        told += [f"{split['tokens']:,} tokens"] if split else []
+        details = [f"{100 * source.weight / total:.4g}% of the blend"] if len(sources) > 1 else []
+        details += [f"{split['tokens']:,} tokens"] if split else []
         texts.append(
             f"`{'/'.join(Path(source.prefix).parts[-2:])}`"
-            + (f" ({', '.join(told)})" if told else "")
+            + (f" ({', '.join(details)})" if details else "")
         )
     return "; ".join(texts)
 

@@ -282,7 +282,7 @@ def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
     """Return the folder's model on the CPU, with every weight read from the folder."""
     loader: Any = AutoModelForCausalLM
     try:
-        model, told = loader.from_pretrained(
+        model, info = loader.from_pretrained(
             folder.path,
             trust_remote_code=folder.ours,
             local_files_only=True,
@@ -295,11 +295,11 @@ def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
         raise ConfigError(
             f"{folder.path} cannot be opened: {type(error).__name__}: {first_line(error)}"
         ) from error
-    wrong_shape = [entry[0] for entry in told["mismatched_keys"]]
+    wrong_shape = [entry[0] for entry in info["mismatched_keys"]]
     # Old files contain the constant inv_freq.
-    unknown = [name for name in told["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq")]
+    unknown = [name for name in info["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq")]
     for complaint, names in (
-        ("lacks", told["missing_keys"]),
+        ("lacks", info["missing_keys"]),
         ("has a shape that differs from its configuration for", wrong_shape),
         ("contains tensors that the model lacks:", unknown),
     ):
@@ -387,12 +387,15 @@ def misread_by_transformers(
         theirs = auto_tokenizer(path, trust_remote_code=read_folder(path).ours)
     except ConfigError as error:
         return str(error)
-    told = compare_tokenizers(tokenizer, theirs, texts)
+    differences = compare_tokenizers(tokenizer, theirs, texts)
     fix = (
         "export the checkpoint again, or set tokenizer_class to PreTrainedTokenizerFast in"
         " tokenizer_config.json"
     )
-    return told and f"transformers opens {path / WHOLE} as {type(theirs).__name__}: {told}; {fix}"
+    return (
+        differences
+        and f"transformers opens {path / WHOLE} as {type(theirs).__name__}: {differences}; {fix}"
+    )
 
 
 def _tokenizer(named: Path | None, usual: list[Path]) -> Reader:
@@ -437,11 +440,11 @@ def checkpoint_model(
     ours = isinstance(settings, FemLMConfig)
     maker: Any = FemLMForCausalLM if ours else MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     state = state_of(exported(weights, config), kept, device)
-    model, told = maker.from_pretrained(
+    model, info = maker.from_pretrained(
         None, config=settings, state_dict=state, output_loading_info=True, local_files_only=True
     )
     # check_shapes has already checked these.
-    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), told
+    assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]), info
     return model.to(device).eval()
 
 

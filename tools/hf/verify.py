@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.files import read_lines
 from fem_common.text import aligned, first_few
 from fem_megatron.config import ModelConfig
@@ -58,9 +58,9 @@ def as_text(found: Findings) -> str:
         f"{side}  {path}: {about}"
         for side, path, about in zip("AB", found.sides, found.about, strict=True)
     ]
-    told = [f"{key} {one!r} and {two!r}" for key, (one, two) in found.settings.items()]
+    listed = [f"{key} {one!r} and {two!r}" for key, (one, two) in found.settings.items()]
     lines.append(
-        f"configuration: {'differs: ' + first_few(told, SHOWN, '; ') if told else 'equal'}"
+        f"configuration: {'differs: ' + first_few(listed, SHOWN, '; ') if listed else 'equal'}"
     )
     if found.lacking_tokenizer:
         lines.append(
@@ -116,14 +116,14 @@ def _weight_lines(weights: Weights | None) -> Iterator[str]:
         yield "weights: not compared, the models have no names in common"
         return
     count = len(weights.differences)
-    apart = [found for found in weights.differences if found.absolute]
-    if not apart:
+    differing = [found for found in weights.differences if found.absolute]
+    if not differing:
         yield f"weights: {count} tensors, equal bit for bit"
     else:
-        worst = max(apart, key=lambda found: found.relative)
+        worst = max(differing, key=lambda found: found.relative)
         how_far = f"{number(worst.absolute)}{', ' + worst.note if worst.note else ''}"
         yield (
-            f"weights: {count - len(apart)} of {count} tensors equal bit for bit; the worst is"
+            f"weights: {count - len(differing)} of {count} tensors equal bit for bit; the worst is"
             f" {worst.where}, {how_far}"
         )
     for side, names in (("A", weights.only_a), ("B", weights.only_b)):
@@ -340,7 +340,7 @@ def verify(
     )
     print(as_text(findings))
     if json_out is not None:
-        with files_told():
+        with convert_os_errors():
             json_out.parent.mkdir(parents=True, exist_ok=True)
             json_out.write_text(json.dumps(as_json(findings), indent=1) + "\n", encoding="utf-8")
     return findings.equal

@@ -242,11 +242,11 @@ def _layer(
             dtype=parallel.dtype,
             requires_grad=True,
         )
-        apart = _documents() if documents else None
-        positions = None if apart is None else apart.positions
-        return lambda: block(x, Context(positions, causal=model.causal, documents=apart)), list(
-            block.parameters()
-        )
+        documents_of = _documents() if documents else None
+        positions = None if documents_of is None else documents_of.positions
+        return lambda: block(
+            x, Context(positions, causal=model.causal, documents=documents_of)
+        ), list(block.parameters())
 
     before = os.environ.get("FEM_KERNELS")
     if engine:

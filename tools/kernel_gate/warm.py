@@ -23,7 +23,7 @@ from importlib.metadata import distributions, version
 from pathlib import Path, PurePath
 
 from fem_common.errors import UserError
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 from tools.kernel_gate.gate import Build, Progress, in_processes, reason
 from tools.kernel_gate.jit import compiled
 
@@ -117,5 +117,5 @@ def pack(folder: Path, entries: Iterable[str], at: PurePath) -> Path:
                 member = tarfile.TarInfo(f"{entry}/{name}")
                 member.size = len(data)
                 packed.addfile(member, io.BytesIO(data))
-    write_whole(archive, content.getvalue(), synced=False)
+    write_atomically(archive, content.getvalue(), synced=False)
     return archive

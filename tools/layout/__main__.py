@@ -16,7 +16,7 @@ from typing import Any
 from fem_common.cli import Parser, run
 from fem_common.config import dump_yaml
 from fem_common.errors import ConfigError
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 from fem_common.plot import COLOURS, new_figure, plain_axes, save
 from fem_common.text import aligned, gib
 from pretrain.config import ParallelConfig, load_run
@@ -106,14 +106,14 @@ def _report(options: argparse.Namespace) -> int:
     print("\n".join(aligned(rows, left=[0, 5])))
     best = found[0]
     if options.out:
-        beside = " ".join(best.beside)
+        extra = " ".join(best.beside)
         note = (
             f"# {best.name} for {config.name} on {options.gpus} x {options.device}, "
             f"by tools.layout's model: {100 * best.mfu:.0f}% MFU.\n"
-            f"# With {beside}.\n"
+            f"# With {extra}.\n"
         )
-        write_whole(options.out, (note + dump_yaml(_part(best.plan.config.parallel))).encode())
-        print(f"wrote {options.out}; with {beside}")
+        write_atomically(options.out, (note + dump_yaml(_part(best.plan.config.parallel))).encode())
+        print(f"wrote {options.out}; with {extra}")
     if options.picture:
         draw(found[:_SHOWN], options.picture)
     return 0

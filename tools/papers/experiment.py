@@ -55,12 +55,12 @@ class Size:
         Row, case, rate and seed are not included, nor is the selection of rows, cases, rates and
         seeds.
         """
-        said = {
+        settings = {
             name: value
             for name, value in asdict(self).items()
             if name not in ("cases", "rows", "rates", "seeds")
         }
-        return sha256_json(said)[:12]
+        return sha256_json(settings)[:12]
 
 
 @dataclass(frozen=True)

@@ -102,11 +102,11 @@ def series(name: str) -> Tensor:
             : this.points, int(this.dated) :
         ]
         if found.shape != (this.points, this.series):
-            told = (
+            known = (
                 f"{found.shape[0]} lines of {counted(found.shape[1], 'series')}; {name} needs at"
                 f" least {this.points} lines of {this.series}"
             )
-            raise UserError(f"{file}: {told}")
+            raise UserError(f"{file}: {known}")
         return torch.tensor(found.to_numpy("float32"))
     except (OSError, ValueError) as error:
         raise UserError(

@@ -174,9 +174,9 @@ def memorization(count: int, length: int, generator: Generator) -> Examples:
     values = pairs + torch.randperm(pairs, generator=torch.Generator().manual_seed(12345))
     keys = torch.randint(pairs, (count, length // 2), generator=generator)
     asks = torch.full_like(keys, VOCABULARY["memorization"] - 1)
-    nothing = torch.full_like(keys, IGNORED)
+    ignored = torch.full_like(keys, IGNORED)
     return torch.stack((keys, asks), -1).flatten(1), torch.stack(
-        (nothing, values[keys]), -1
+        (ignored, values[keys]), -1
     ).flatten(1)
 
 

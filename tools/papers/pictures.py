@@ -135,12 +135,12 @@ def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool =
             else datasets.load_dataset(str(folder) if folder.is_dir() else name)
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        told = (
+        title = (
             f"neither {folder} nor {name} on the Hub could be read:"
             f" {(str(error) or repr(error)).splitlines()[0]}"
         )
         raise UserError(
-            f"{told}; hf download {name} --repo-type dataset --local-dir {folder}"
+            f"{title}; hf download {name} --repo-type dataset --local-dir {folder}"
         ) from None
     test = next((part for part in ("test", "validation") if part in found), None)
     if "train" not in found or test is None:

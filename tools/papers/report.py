@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.cli import Parser
-from fem_common.errors import UserError, files_told
-from fem_common.files import make_folder, write_whole
+from fem_common.errors import UserError, convert_os_errors
+from fem_common.files import make_folder, write_atomically
 from fem_common.plot import COLOURS, QUIET, colour_of, new_figure, plain_axes, png
 from fem_common.text import count, counted, markdown_table
 from tools.papers.catalogue import NAMES, RUNS, experiment_of
@@ -67,7 +67,7 @@ def add_arguments(parser: Parser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Write the page and return 0. Raises UserError without results, ConfigError, StorageError."""
     page, folder = arguments.out / "papers.md", arguments.out / "papers"
-    with files_told():
+    with convert_os_errors():
         found = found_results(arguments.runs, folder)
         if not found:
             raise UserError(
@@ -77,12 +77,14 @@ def main(arguments: argparse.Namespace) -> int:
         make_folder(folder)
         for outcome in found:
             lines = [line_of(*item) for item in outcome.results.items()]
-            write_whole(folder / f"{outcome.name}.jsonl", "".join(lines))
-            write_whole(folder / f"{outcome.name}.png", png(picture(outcome)))
+            write_atomically(folder / f"{outcome.name}.jsonl", "".join(lines))
+            write_atomically(folder / f"{outcome.name}.png", png(picture(outcome)))
             if outcome.experiment.curves:
-                write_whole(folder / f"{outcome.name}-iterations.png", png(iterations(outcome)))
+                write_atomically(
+                    folder / f"{outcome.name}-iterations.png", png(iterations(outcome))
+                )
         parts = [TITLE, wrapped(ABOUT), *map(section, found)]
-        write_whole(page, "\n\n".join(parts) + "\n")
+        write_atomically(page, "\n\n".join(parts) + "\n")
     names = [f"{outcome.experiment.name} ({outcome.kind})" for outcome in found]
     print(f"wrote {page}: {', '.join(names)}")
     return 0
@@ -138,8 +140,8 @@ def section(outcome: Outcome) -> str:
         f" {len(results)} trials, {minutes:.0f} minutes in total."
     )
     tables = [table(outcome, experiment.metric)]
-    for name, said in experiment.also.items():
-        tables += [wrapped(said), table(outcome, name)]
+    for name, note in experiment.also.items():
+        tables += [wrapped(note), table(outcome, name)]
     shown = f"![{title}](papers/{outcome.name}.png)"
     if experiment.curves:
         shown += (
@@ -182,8 +184,8 @@ def cell(values: list[float], published: float | None) -> str:
         return "-"
     mean, half = interval(values)
     digits = 1 if abs(mean) >= 10 else 3
-    said = f"{mean:.{digits}f}" + ("" if half == float("inf") else f" ± {half:.{digits}f}")
-    return said + ("" if published is None else f" ({published:g})")
+    text = f"{mean:.{digits}f}" + ("" if half == float("inf") else f" ± {half:.{digits}f}")
+    return text + ("" if published is None else f" ({published:g})")
 
 
 def orders(outcome: Outcome) -> list[str]:
@@ -195,7 +197,11 @@ def orders(outcome: Outcome) -> list[str]:
         found: dict[str | None, list[str]] = {}
         for case in claim.cases or outcome.experiment.cases:
             found.setdefault(verdict(outcome, claim, case), []).append(case)
-        parts = [f"{said} for {', '.join(found[said])}" for said in VERDICTS if said in found]
+        parts = [
+            f"{verdict_text} for {', '.join(found[verdict_text])}"
+            for verdict_text in VERDICTS
+            if verdict_text in found
+        ]
         if parts:
             lines.append(
                 wrapped(f"{claim.above} better than {claim.below}: {'; '.join(parts)}.", "- ")
@@ -266,7 +272,7 @@ def iterations(outcome: Outcome) -> Any:
     curves = outcome.experiment.curves
     figure = new_figure((2.6 * len(curves) + 1.2, 2.4))
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
-    for (name, said), axes in zip(curves.items(), panels, strict=True):
+    for (name, label), axes in zip(curves.items(), panels, strict=True):
         means = {}
         for row in outcome.experiment.rows:
             records = outcome.by_seed(outcome.size.cases[0], row).values()
@@ -277,13 +283,13 @@ def iterations(outcome: Outcome) -> Any:
         # With very different sizes, the largest curve would flatten the others.
         if sizes and max(sizes) > 10 * min(sizes) > 0:
             means = {row: [value / abs(mean[0]) for value in mean] for row, mean in means.items()}
-            said += ", relative to the start"
+            label += ", relative to the start"
         for number, (row, mean) in enumerate(means.items()):
             look = {"markersize": 2, "linewidth": 1, **colour_of(number)}
             axes.plot(range(len(mean)), mean, label=row, **look)
             axes.axvline(len(mean) / 2, **DOTTED)
         plain_axes(axes, "iteration", grid="y")
-        axes.set_title(said, fontsize=8)
+        axes.set_title(label, fontsize=8)
         axes.tick_params(labelsize=7)
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside right center", fontsize=7, frameon=False)

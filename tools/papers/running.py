@@ -24,7 +24,7 @@ from typing import Any
 
 from data_prep.verbs.run import Task, task_of
 from fem_common.cli import Parser
-from fem_common.errors import UserError, files_told
+from fem_common.errors import UserError, convert_os_errors
 from fem_common.exits import Exit
 from fem_common.files import locked, make_folder
 from fem_common.progress import Progress
@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
     cases = picked("--cases", arguments.cases, experiment.cases) or size.cases
     size = replace(size, rows=rows, cases=cases, seeds=arguments.seeds or size.seeds)
     task = task_of(None, None, os.environ)
-    with files_told():
+    with convert_os_errors():
         folder = arguments.runs / f"{experiment.name}-{kind}"
         make_folder(folder)
         file = folder / (f"results-{task.index:04}.jsonl" if task else "results.jsonl")

@@ -40,12 +40,12 @@ class Estimate:
         """Format as 0.49 (0.45–0.53), -0.35 (-0.37 to -0.33); without an interval, the value and
         the words ``alone``.
         """
-        said = form if callable(form) else f"{{:{form}}}".format
+        formatted = form if callable(form) else f"{{:{form}}}".format
         if self.low is None or self.high is None:
-            return said(self.value) + alone
+            return formatted(self.value) + alone
         return (
-            f"{said(self.value)}"
-            f" ({said(self.low)}{' to ' if self.value < 0 else '–'}{said(self.high)})"
+            f"{formatted(self.value)}"
+            f" ({formatted(self.low)}{' to ' if self.value < 0 else '–'}{formatted(self.high)})"
         )
 
 

@@ -62,7 +62,7 @@ def headed(axes: Any, title: str, fontsize: float = 9.5) -> None:
     axes.set_title(title, loc="left", fontsize=fontsize)
 
 
-def looks_of(values: Iterable[Any]) -> dict[Any, Look]:
+def styles_of(values: Iterable[Any]) -> dict[Any, Look]:
     """Return a colour and a marker for each distinct value, in ascending order and from dark to
     light.
     """
@@ -198,7 +198,7 @@ def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     shown: dict[str, IsoFlopFit] = fit.fitted("isoflop")
     if not shown:
         return None
-    looks = looks_of(parabola.budget for found in shown.values() for parabola in found.parabolas)
+    looks = styles_of(parabola.budget for found in shown.values() for parabola in found.parabolas)
     figure, grid = panels(
         len(shown), f"{fit.study}: held-out loss against model size at equal training compute"
     )
@@ -212,7 +212,7 @@ def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     shown_sizes = sizes[final["variant"].isin(list(shown)).to_numpy()]
     log_axis(grid[0].xaxis, shown_sizes.min() * 0.85, shown_sizes.max() * 1.18, "count")
     labels = [f"{flops_text(budget)} FLOPs" for budget in looks]
-    _looks_legend(
+    _style_legend(
         figure, looks, labels, "minimum of the parabola (open: outside the measured sizes)"
     )
     return figure
@@ -244,7 +244,7 @@ def _isoflop_panel(
     axes.plot(*where, color=QUIET, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
 
 
-def _looks_legend(
+def _style_legend(
     figure: Any,
     looks: dict[Any, Look],
     labels: list[str],
@@ -276,7 +276,7 @@ def residuals(fit: StudyFit) -> Any | None:
     entries = [entry for _, some in shown.values() for entry in some]
     if not entries:
         return None
-    looks = looks_of(_group(entry) for entry in entries)
+    looks = styles_of(_group(entry) for entry in entries)
     worst = max(abs(entry.relative) for entry in entries)
     title = (
         f"{fit.study}: measured loss against the parametric law\nlargest distance of a run:"
@@ -298,7 +298,7 @@ def residuals(fit: StudyFit) -> Any | None:
         labels = [f"{flops_text(value)} FLOPs" for value in looks]
     else:
         labels = [f"{count_text(value)} tokens" for value in looks]
-    _looks_legend(figure, looks, labels)
+    _style_legend(figure, looks, labels)
     return figure
 
 
@@ -484,7 +484,7 @@ def learning_rate(fit: StudyFit) -> Any | None:
         return None
     across = min(len(shown) + 1, WIDEST)
     rows = math.ceil((len(shown) + 1) / across)
-    looks = looks_of(_key(optimum) for entry in shown.values() for optimum in entry.optima)
+    looks = styles_of(_key(optimum) for entry in shown.values() for optimum in entry.optima)
     title = (
         f"{fit.study}: held-out loss against the peak learning rate, and the best rate at each size"
     )
@@ -504,7 +504,7 @@ def learning_rate(fit: StudyFit) -> Any | None:
         for n, budget in looks
     ]
     optimum = "optimum by Akima interpolation (open: at the smallest or largest rate, no optimum)"
-    _looks_legend(figure, looks, labels, optimum, size=5)
+    _style_legend(figure, looks, labels, optimum, size=5)
     return figure
 
 

@@ -367,17 +367,17 @@ class Planner:
                 f"{where}: checkpoint.mirror = {mirror} is the same for all runs; set it to"
                 f" {mirror}/{{name}}"
             )
-        told = repr(replace(config, name="", run_dir=None))
-        if told in self._told:
+        settings = repr(replace(config, name="", run_dir=None))
+        if settings in self._told:
             raise ConfigError(
-                f"{where} has the same settings as {self._told[told]}; leave one of them out"
+                f"{where} has the same settings as {self._told[settings]}; leave one of them out"
             )
         if run.name in self._told.values():
             raise ConfigError(
                 f"{where}: two runs have this name, because their numbers differ by less than the"
                 " digits in a name"
             )
-        self._told[told] = run.name
+        self._told[settings] = run.name
 
     def _check_length(self, run: PlannedRun, length: _Length, where: str) -> None:
         study, least = self.study, self.study.least_steps
@@ -387,15 +387,15 @@ class Planner:
             warmup = f"warmup_steps = {study.warmup_steps}"
         else:
             warmup = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps"
-        told = f"its {run.steps} steps are too short for its warm-up ({warmup})"
+        problem = f"its {run.steps} steps are too short for its warm-up ({warmup})"
         if run.steps < study.min_steps:
-            told = f"its {run.steps} steps are fewer than min_steps = {study.min_steps}"
+            problem = f"its {run.steps} steps are fewer than min_steps = {study.min_steps}"
         enough = least * run.batch_tokens
         fix = f"{enough} tokens"
         if length.kind == "budgets":
             fix = f"{_up(enough * run.flops_per_token):g} FLOPs"
         raise ConfigError(
-            f"{where}: {told}; give at least {fix}, or a smaller train.global_batch_size"
+            f"{where}: {problem}; give at least {fix}, or a smaller train.global_batch_size"
         )
 
 

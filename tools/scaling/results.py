@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from tools.scaling.laws import Array, Estimate, PowerLaw, percentiles
 from tools.scaling.table import write_file
 
@@ -367,7 +367,7 @@ def load_fit(path: Path) -> StudyFit:
         raise ConfigError(
             f"{path}: does not exist; python -m tools.scaling fit STUDY.yaml writes it"
         )
-    with files_told():
+    with convert_os_errors():
         text = path.read_text(encoding="utf-8")
     try:
         values = json.loads(text)

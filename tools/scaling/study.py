@@ -412,10 +412,10 @@ def _check_lengths(study: Study) -> None:
     """
     ways = [key for key in ("budgets", "tokens", "tokens_per_parameter") if getattr(study, key)]
     if len(ways) != 1:
-        told = "none of budgets, tokens and tokens_per_parameter is given"
+        problem = "none of budgets, tokens and tokens_per_parameter is given"
         if ways:
-            told = f"{' and '.join(ways)} are both given"
-        raise ConfigError(f"{told}: exactly one of them must set the length of the runs")
+            problem = f"{' and '.join(ways)} are both given"
+        raise ConfigError(f"{problem}: exactly one of them must set the length of the runs")
     if study.trunks and study.warmup_steps is None:
         raise ConfigError(
             "trunks: a warm-up as a share of the steps differs between runs; give it in steps, such"

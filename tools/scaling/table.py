@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from fem_common.errors import ConfigError, files_told, told
-from fem_common.files import make_folder, write_whole
+from fem_common.errors import ConfigError, convert_os_errors, from_os_error
+from fem_common.files import make_folder, write_atomically
 from fem_common.text import nearest
 
 # Column -> kind, in the order of the file. int: an integer, or <NA> if a foreign table lacks it.
@@ -161,8 +161,8 @@ def write_file(path: Path, content: bytes) -> None:
     StorageError.
     """
     make_folder(path.parent)
-    with files_told():
-        write_whole(path, content)
+    with convert_os_errors():
+        write_atomically(path, content)
 
 
 def _raw(path: Path) -> pd.DataFrame:
@@ -176,7 +176,7 @@ def _raw(path: Path) -> pd.DataFrame:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such table; {_MAKE}") from None
     except OSError as error:
-        raise told(error) from None
+        raise from_os_error(error) from None
     except pd.errors.EmptyDataError:
         raise ConfigError(f"{path}: the table is empty; {_MAKE}") from None
     except ValueError as error:  # pandas and pyarrow raise it for files that are not tables

@@ -16,7 +16,7 @@ from typing import Any
 
 from data_prep.prepared.document_ids import line_of, lines_at, numbers_of
 from fem_common.cli import Parser, run
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.text import aligned
 from tools.tokens.order import Order, Piece, open_order
 from tools.tokens.steps import RunRecord, read_run
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     ((option, value),) = ((name, value) for name, value in options.items() if value is not None)
 
     def tell() -> None:
-        with files_told():
+        with convert_os_errors():
             rows = _rows(given.run_dir, option, value)
         if given.json:
             for row in rows:

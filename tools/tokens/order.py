@@ -71,8 +71,11 @@ class Source:
     base: common prefix of the source's files in the index cache.
     """
 
-    def __init__(self, base: Path, said: SourceContents, cache: Path) -> None:
-        self.prefix, self.beside = said.prefix, _beside(said, local_prefix(said.prefix, cache))
+    def __init__(self, base: Path, source: SourceContents, cache: Path) -> None:
+        self.prefix, self.beside = (
+            source.prefix,
+            _beside(source, local_prefix(source.prefix, cache)),
+        )
         self.documents, self.samples, self.shuffle = (
             _mapped(base, name) for name in ("document", "sample", "shuffle")
         )
@@ -114,8 +117,8 @@ class Source:
 class PackedSource(Source):
     """Order of the samples of a source, packed best-fit into sequences of ``length`` tokens."""
 
-    def __init__(self, base: Path, said: SourceContents, cache: Path, length: int) -> None:
-        super().__init__(base, said, cache)
+    def __init__(self, base: Path, source: SourceContents, cache: Path, length: int) -> None:
+        super().__init__(base, source, cache)
         self.length = length
         self.before = self.documents[:, 1]
         self.documents = self.documents[:, 0]
@@ -223,19 +226,21 @@ def open_order(
 
 
 def _read(cache: IndexCache, config: RunConfig) -> Order:
-    said = {source.prefix: source for source in cache.contents.sources if source.split == _SPLIT}
+    by_prefix = {
+        source.prefix: source for source in cache.contents.sources if source.split == _SPLIT
+    }
     bases, blend = (_described(cache.folder, kind) for kind in ("GPTDataset", "BlendedDataset"))
     stores, packed = store_cache(config), config.data.packing == "best_fit"
 
     def source(base: Path, prefix: str) -> Source:
-        given = base, said[prefix], stores
+        given = base, by_prefix[prefix], stores
         return PackedSource(*given, config.data.seq_length) if packed else Source(*given)
 
     if not blend:
-        ((told, base),) = bases.items()
-        return Order([source(base, json.loads(told)["dataset_path"])], None)
-    ((told, base),) = blend.items()
-    datasets = json.loads(told)["datasets"]
+        ((only_prefix, base),) = bases.items()
+        return Order([source(base, json.loads(only_prefix)["dataset_path"])], None)
+    ((only_prefix, base),) = blend.items()
+    datasets = json.loads(only_prefix)["datasets"]
     sources = [
         source(bases[json.dumps(dataset, indent=4)], dataset["dataset_path"])
         for dataset in datasets
@@ -297,7 +302,7 @@ def _megatron(run_dir: Path) -> str:
         ) from None
 
 
-def _beside(said: SourceContents, prefix: str) -> Beside:
+def _beside(source: SourceContents, prefix: str) -> Beside:
     """Return the facts from the files next to a source's .bin file.
 
     The .idx file must have the recorded checksum. If the manifest has the file's size, the
@@ -308,10 +313,10 @@ def _beside(said: SourceContents, prefix: str) -> Beside:
         return Beside(fault=f"{index} no longer exists")
     manifest = read_manifest(index.with_name("manifest.json"))
     entry = manifest.splits.get(ids.stem, {}) if manifest else {}
-    told = entry.get("idx_bytes") == index.stat().st_size
-    if (entry["idx_sha256"] if told else sha256(index)) != said.idx_sha256:
+    same_size = entry.get("idx_bytes") == index.stat().st_size
+    if (entry["idx_sha256"] if same_size else sha256(index)) != source.idx_sha256:
         return Beside(fault=f"{index} is not the file that the run read")
     recorded = (
-        told and entry["ids"] and ids.is_file() and ids.stat().st_size == entry["ids"]["bytes"]
+        same_size and entry["ids"] and ids.is_file() and ids.stat().st_size == entry["ids"]["bytes"]
     )
     return Beside(read_index(index).lengths, ids if recorded else None)

@@ -119,8 +119,8 @@ def read_run(run_dir: Path) -> list[RunRecord]:
         raise ConfigError(f"{run_dir}: not the directory of a run (no config.yaml)")
     config = load_run(run_dir / "config.yaml")
     checkpoint = newest_good(run_dir / "checkpoints", {})
-    parts, told = parts_of(config), _steps_told(run_dir)
-    begin = _beginning(run_dir, parts[0], checkpoint, told)
+    parts, lines = parts_of(config), _recorded_steps(run_dir)
+    begin = _beginning(run_dir, parts[0], checkpoint, lines)
     records = list[RunRecord]()
     for number, part in enumerate(parts):
         if number:
@@ -134,12 +134,12 @@ def read_run(run_dir: Path) -> list[RunRecord]:
             if checkpoint and (not part.name or checkpoint.progress.stage == number)
             else None
         )
-        records.append(_record(run_dir, parts[: number + 1], begin, own, told))
+        records.append(_record(run_dir, parts[: number + 1], begin, own, lines))
     return records
 
 
 def _beginning(
-    run_dir: Path, part: Part, checkpoint: Found | None, told: Sequence[tuple[int, int, int]]
+    run_dir: Path, part: Part, checkpoint: Found | None, lines: Sequence[tuple[int, int, int]]
 ) -> Progress:
     """Return the progress at which the run's first order of samples begins.
 
@@ -151,8 +151,8 @@ def _beginning(
         return Progress(0, 0, 0)
     if checkpoint:
         consumed = checkpoint.progress.begin_samples
-    elif told:
-        consumed = told[0][1] // part.config.data.seq_length - part.config.train.global_batch_size
+    elif lines:
+        consumed = lines[0][1] // part.config.data.seq_length - part.config.train.global_batch_size
     else:
         raise ConfigError(f"{run_dir}: the fork has not begun to train")
     begin = Progress(fork["step"], consumed, 0, begin_step=fork["step"], begin_samples=consumed)
@@ -166,7 +166,7 @@ def _record(
     parts: list[Part],
     begin: Progress,
     checkpoint: Found | None,
-    all_told: Sequence[tuple[int, int, int]],
+    all_signalled: Sequence[tuple[int, int, int]],
 ) -> RunRecord:
     """Return the record of the last stage's order.
 
@@ -199,12 +199,12 @@ def _record(
         and (not part.name or begin.step < progress["step"] < last)
     ):
         points[progress["step"]] = progress["consumed_tokens"] // length - before
-    told = [line for line in all_told if not part.name or begin.step < line[0] <= last]
+    lines = [line for line in all_signalled if not part.name or begin.step < line[0] <= last]
     jumps = dict[int, int]()
     points.update(
-        (step, tokens // length - before + passed_over) for step, tokens, passed_over in told
+        (step, tokens // length - before + passed_over) for step, tokens, passed_over in lines
     )
-    for (step, tokens, was), (_, _, now) in itertools.pairwise(told):
+    for (step, tokens, was), (_, _, now) in itertools.pairwise(lines):
         if now > was:
             jumps[step] = tokens // length - before + now
     for attempt in _lines(run_dir / "attempts.jsonl"):
@@ -227,18 +227,18 @@ def _record(
     return RunRecord(parts, Steps(line, batches, done), order, key)
 
 
-def _steps_told(run_dir: Path) -> list[tuple[int, int, int]]:
+def _recorded_steps(run_dir: Path) -> list[tuple[int, int, int]]:
     """Return (step, tokens consumed, samples skipped) for each step of metrics.jsonl.
 
     An attempt that resumed at an earlier checkpoint replaces the entries of the later steps.
     """
-    told: list[tuple[int, int, int]] = []
+    lines: list[tuple[int, int, int]] = []
     for record in _lines(run_dir / "metrics.jsonl"):
         if all(type(record.get(key)) is int for key in ("step", "consumed_tokens")):
-            while told and told[-1][0] >= record["step"]:
-                told.pop()
-            told.append((record["step"], record["consumed_tokens"], record.get("passed_over", 0)))
-    return told
+            while lines and lines[-1][0] >= record["step"]:
+                lines.pop()
+            lines.append((record["step"], record["consumed_tokens"], record.get("passed_over", 0)))
+    return lines
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -38,7 +38,7 @@ class DeltaNet(Update):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         shape = self.shape
         x, h = normed(x, self.norm(), shape.norm_eps)
-        (rates,), packed = self.parallel.project_beside(h, self.in_proj, lambda h: [self.rates(h)])
+        (rates,), packed = self.parallel.project_with(h, self.in_proj, lambda h: [self.rates(h)])
         heads = packed.unflatten(-1, (self.local_heads, shape.head_width))
         mixed, gate = heads.split([shape.mixed_width, shape.head_width - shape.mixed_width], dim=-1)
         mixed = short_convolution(mixed.flatten(2), self.conv, None, context, "conv").unflatten(

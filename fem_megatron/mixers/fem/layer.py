@@ -73,7 +73,7 @@ class FemMixer(Update):
             return [each.project(h, u if name == "tdc" else None) for name, each in named.items()]
 
         inputs, z = (
-            self.parallel.project_beside(h, self.in_proj, projected)
+            self.parallel.project_with(h, self.in_proj, projected)
             if named
             else ([], self.parallel.project(h, self.in_proj))
         )

@@ -40,7 +40,7 @@ class Mamba2(Update):
         def bc_and_steps(h: Tensor) -> list[Tensor]:
             return [linear(h, share(self.bc_proj())), self.steps(h)]
 
-        (bc, raw), uz = self.parallel.project_beside(h, self.in_proj, bc_and_steps)
+        (bc, raw), uz = self.parallel.project_with(h, self.in_proj, bc_and_steps)
         u, z = uz.unflatten(-1, (self.local_heads, 2 * shape.head)).chunk(2, dim=-1)
         u = short_convolution(u.flatten(2), self.conv, self.conv_bias, context, "conv").unflatten(
             -1, (self.local_heads, -1)

@@ -71,8 +71,8 @@ def run(
                 *arguments,
             ]
         )
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        report = capsys.readouterr()
+        return code, report.out, report.err
 
     return call
 

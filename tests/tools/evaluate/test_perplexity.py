@@ -371,8 +371,8 @@ def test_the_command_refuses_in_one_line(
         [str(trained), "--stride", "99"],
     ):
         assert main([*arguments, "--device", "cpu"]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("tools.evaluate.perplexity: error: ") and told.count("\n") == 1
+        report = capsys.readouterr().err
+        assert report.startswith("tools.evaluate.perplexity: error: ") and report.count("\n") == 1
 
 
 # --- interruptions --------------------------------------------------------------------------------

@@ -140,8 +140,8 @@ def test_folders_are_merged(tmp_path: Path, raised: Refused) -> None:
     write(tmp_path / "b", "fem", "boolq", 0.6)
     write(tmp_path / "b", "other", "arc", 0.4)
     both = [tmp_path / "a", tmp_path / "b"]
-    told = [(result.model, result.name, result.score.value) for result in read(both)]
-    assert told == [("fem", "arc", 0.31), ("fem", "boolq", 0.6), ("other", "arc", 0.4)]
+    report = [(result.model, result.name, result.score.value) for result in read(both)]
+    assert report == [("fem", "arc", 0.31), ("fem", "boolq", 0.6), ("other", "arc", 0.4)]
     write(tmp_path / "b", "fem", "arc", 0.32)
     raised(read, both, error=ScoreError)
     write(tmp_path / "b", "fem", "arc", 0.31, model_key="other")

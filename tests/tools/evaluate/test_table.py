@@ -177,9 +177,9 @@ def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
     (line,) = (line for line in markdown(table).splitlines() if "25.00 ± 4.42" in line)
     assert line.split("|")[-2].strip() == "25.00"  # the last column is the average
     assert re.search(r"^Leaderboard average, rescaled +25\.00$", console(table), re.M)
-    told = as_json(table)["models"][0]["results"]["musr"]
+    shown = as_json(table)["models"][0]["results"]["musr"]
     # The file contains the raw score, too.
-    assert told["rescaled"]["value"] == pytest.approx(25.0) and told["value"] == 0.2625
+    assert shown["rescaled"]["value"] == pytest.approx(25.0) and shown["value"] == 0.2625
     write(tmp_path, "a", "musr", 0.4, chance=None)  # the score of guessing is unknown
     unknown = table_of(tmp_path, suite("gpqa", "musr", rescale="leaderboard"))
     assert unknown.rows[0].average is None and any(

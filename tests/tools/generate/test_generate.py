@@ -79,7 +79,7 @@ def test_what_is_streamed_is_the_text(
     """Streamed, from stdin, as JSON, without a cache and by transformers itself the text is equal;
     the cache has the size of the formula.
     """
-    streamed, told = generate(mixer, PROMPT, "--greedy", new=12)
+    streamed, report = generate(mixer, PROMPT, "--greedy", new=12)
     found, without = (
         answer(mixer, PROMPT, "--greedy", new=12),
         answer(mixer, PROMPT, "--greedy", "--no-cache", new=12),
@@ -111,11 +111,11 @@ def test_what_is_streamed_is_the_text(
         > 0
     )
     assert without["costs"]["cache_bytes"] is None
-    said = (
+    output = (
         r"prefill: 6 tokens, [\d,.]+ tokens/s\ndecode: 11 tokens, [\d,.]+ tokens/s\ncache: [\d,]+"
         r" bytes, 17 tokens of 1 seq"
     )
-    assert re.search(said, told)
+    assert re.search(output, report)
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
     assert generate(mixer, "-", "--greedy", new=12)[0] == streamed
 
@@ -153,8 +153,8 @@ def test_what_is_drawn(generate: Generate, answer: Answer) -> None:
         for seed in "112"
     ]
     assert drawn[0] == drawn[1] != drawn[2]
-    text, told = generate("fem_linear", PROMPT, "--temperature", "2")
-    seed = re.search(r"seed: (\d+)", told)
+    text, report = generate("fem_linear", PROMPT, "--temperature", "2")
+    seed = re.search(r"seed: (\d+)", report)
     assert (
         seed and generate("fem_linear", PROMPT, "--temperature", "2", "--seed", seed[1])[0] == text
     )
@@ -244,10 +244,10 @@ def test_ctrl_c_keeps_the_text_so_far(
 
     with monkeypatch.context() as patch:
         patch.setattr(generation.Clock, "__call__", five_tokens)
-        text, told = generate("transformer", PROMPT, *more, "--greedy", new=40, code=130)
+        text, report = generate("transformer", PROMPT, *more, "--greedy", new=40, code=130)
     # A token is counted before it is streamed.
     whole = generate("transformer", PROMPT, "--greedy", new=5 if more else 4)[0]
-    assert told.splitlines()[-1] == "interrupted"
+    assert report.splitlines()[-1] == "interrupted"
     if more == ("--json",):
         found = json.loads(text)
         assert found["interrupted"] and found["results"][0]["text"] + "\n" == whole

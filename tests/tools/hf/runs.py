@@ -71,10 +71,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     manifest["tokenizer"]["sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     write_manifest(data, manifest)
     # The step was validated twice, because the run was resumed.
-    told = [(STEP - 1, 9.0), (STEP, 3.5), (STEP, 3.0), (STEP + 1, 1.0)]
+    report = [(STEP - 1, 9.0), (STEP, 3.5), (STEP, 3.0), (STEP + 1, 1.0)]
     log = "".join(
         f'{{"step": {step}, "loss": 1.0}}\n{{"step": {step}, "valid_loss": {loss}}}\n'
-        for step, loss in told
+        for step, loss in report
     )
     for name, dtype in RUNS.items():
         config = run_of(model_of(name), data)

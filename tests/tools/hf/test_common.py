@@ -149,17 +149,17 @@ def case_of(name: str) -> type[TestCase]:
 
 def judge(name: str, check: str) -> None:
     """Check that a check passes with each of its parameters, or has the outcome of the table."""
-    for found, said in outcomes(case_of(name), check).items():
+    for found, output in outcomes(case_of(name), check).items():
         row = next(
             (row for row in TABLE if name in row.models and re.fullmatch(row.checks, found)), None
         )
         if row is None:
-            assert said == "passed", f"{found}: {said}"
+            assert output == "passed", f"{found}: {output}"
         else:
-            assert said != "passed", (
+            assert output != "passed", (
                 f"{found} passes: remove it from the table, whose reason is {row.reason!r}"
             )
-            assert re.match(row.outcome, said), f"{found}: expected {row.outcome!r}, got {said}"
+            assert re.match(row.outcome, output), f"{found}: expected {row.outcome!r}, got {output}"
 
 
 EACH = [(name, check) for name in ALL for check in CHECKS if check not in OTHER]

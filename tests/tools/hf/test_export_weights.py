@@ -149,10 +149,12 @@ def test_the_folder_holds_the_weights_bit_for_bit(
         for folder in (whole, many)
     ]
     assert others[0] == others[1] and len(others[0]) > 4
-    told, dtype = ("float32", torch.float32) if name == "fem_gla" else ("bfloat16", torch.bfloat16)
-    assert hf("export", runs[name], tmp_path / "cast", "--dtype", told) == 0
+    report, dtype = (
+        ("float32", torch.float32) if name == "fem_gla" else ("bfloat16", torch.bfloat16)
+    )
+    assert hf("export", runs[name], tmp_path / "cast", "--dtype", report) == 0
     equal(tensors(tmp_path / "cast"), {key: tensor.to(dtype) for key, tensor in wanted.items()})
-    assert json_object(tmp_path / "cast" / "config.json")["dtype"] == told
+    assert json_object(tmp_path / "cast" / "config.json")["dtype"] == report
 
 
 def test_large_tensors_change_their_type_in_pieces(

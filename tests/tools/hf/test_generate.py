@@ -106,8 +106,8 @@ def test_what_generate_returns_beside_the_tokens(exported: Exports, name: str) -
     """
     given, (ids, mask), new = exported(name).model, padded_batch(), 4
     rows = len(ids)
-    told = ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states")
-    common: dict[str, Any] = dict.fromkeys(told, True) | {
+    report = ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states")
+    common: dict[str, Any] = dict.fromkeys(report, True) | {
         "attention_mask": mask,
         "max_new_tokens": new,
         "min_new_tokens": new,
@@ -157,14 +157,14 @@ def test_a_conversation_in_one_cache(model: Any) -> None:
         FemCache(model.config),
         FemStaticCache(model.config, 18),
     ):
-        said = model.generate(first, past_key_values=cache, **FIVE)
-        text = torch.cat((said, second), dim=1)
+        output = model.generate(first, past_key_values=cache, **FIVE)
+        text = torch.cat((output, second), dim=1)
         answer = model.generate(text, past_key_values=cache, **FIVE)
         assert torch.equal(answer, model.generate(text, use_cache=False, **FIVE))
         assert cache.get_seq_length() == 5 + 5 + 3 + 5 - 1
         cache.reset()
         assert cache.get_seq_length() == 0 and torch.equal(
-            said, model.generate(first, past_key_values=cache, **FIVE)
+            output, model.generate(first, past_key_values=cache, **FIVE)
         )
 
 

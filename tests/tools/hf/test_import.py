@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.folder import find, hash_beside
+from pretrain.checkpoint.folder import find, hash_file_of
 from pretrain.config import load_run
 from tests.tools.hf.checkpoints import (
     Spoil,
@@ -91,7 +91,7 @@ SPOILED: dict[str, Spoil] = {
     "config.json no JSON": written("config.json", "{'a'}"),
     "a shard is missing": shard(lambda content: None),
     "a shard is half": shard(lambda content: content[:-100]),
-    "a shard is another": lambda folder: hash_beside(sorted(folder.glob("model-*"))[1]).write_text(
+    "a shard is another": lambda folder: hash_file_of(sorted(folder.glob("model-*"))[1]).write_text(
         "0" * 32
     ),
     "a header is broken": shard(lambda content: b"\xff" * 2000),
@@ -172,10 +172,10 @@ def test_what_is_written(copy: Path, tmp_path: Path) -> None:
     assert hf("import", copy, ck) == 0
     stored = weights(ck)
     assert hf("import", copy, ck, "--overwrite", "--dtype", "bfloat16", *changes.split()) == 0
-    told = find(ck).manifest["config"]
-    model = ModelConfig.from_dict(told["model"])
-    assert (model.rope_base, model.padded_vocab_size(), told["name"]) == (10, 60, "mine")
-    assert (told["train"]["precision"], told["data"]["seq_length"]) == ("bf16", 64)
+    report = find(ck).manifest["config"]
+    model = ModelConfig.from_dict(report["model"])
+    assert (model.rope_base, model.padded_vocab_size(), report["name"]) == (10, 60, "mine")
+    assert (report["train"]["precision"], report["data"]["seq_length"]) == ("bf16", 64)
     got = weights(ck)
     for name, tensor in stored.items():
         rows = VOCAB if tensor.shape[0] == 128 else len(tensor)
@@ -183,7 +183,7 @@ def test_what_is_written(copy: Path, tmp_path: Path) -> None:
             got[name][:rows], tensor[:rows].bfloat16()
         ), name
     tokenizer = ck / "tokenizer"
-    assert told["data"]["tokenizer"] == str(tokenizer)
+    assert report["data"]["tokenizer"] == str(tokenizer)
     assert (tokenizer / "tokenizer.json").read_bytes() == (copy / "tokenizer.json").read_bytes()
     assert sorted(file.name for file in tokenizer.iterdir()) == [
         "tokenizer.json",

@@ -76,8 +76,8 @@ def test_fem_with_its_switches_off_is_the_transformer(llama: Path, tmp_path: Pat
     keys and values with each of their queries.
     """
     off = [f"model.{name}=false" for name in MODES.split()]
-    _, _, told = graft(llama, tmp_path / "ck", "fem_softmax", *off, "model.fem.value_size=32")
-    assert told["copied"] == told["parameters"] and told["left_behind"] == []
+    _, _, report = graft(llama, tmp_path / "ck", "fem_softmax", *off, "model.fem.value_size=32")
+    assert report["copied"] == report["parameters"] and report["left_behind"] == []
     wanted, got = logits(llama), logits(tmp_path / "ck")
     # Both in fp32 on the CPU; the sums of attention are in a different order.
     assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
@@ -88,7 +88,7 @@ def test_cem_by_hand(llama: Path, tmp_path: Path) -> None:
     """K = V from keys, O = Q^T from queries; the projection inside SiLU is the gate's, its factor
     the up projection.
     """
-    _, state, told = graft(llama, tmp_path / "ck", "cem")
+    _, state, report = graft(llama, tmp_path / "ck", "cem")
     layer, theirs = "decoder.layers.1.", of_layer(llama, 1)
     for ours, name in (
         ("mixer.query", "q_proj"),
@@ -104,7 +104,7 @@ def test_cem_by_hand(llama: Path, tmp_path: Path) -> None:
         state[f"{layer}mlp.norm.weight"],
         tensors(llama)["model.layers.1.post_attention_layernorm.weight"],
     )
-    assert told["left_behind"] == [
+    assert report["left_behind"] == [
         "decoder.layers.N.mixer.in_proj.weight (0-1): v",
         "decoder.layers.N.mixer.out_proj.weight (0-1)",
         "decoder.layers.N.mlp.down.weight (0-1)",
@@ -129,7 +129,7 @@ PACKED: dict[str, tuple[tuple[str, ...], list[str | int], bool]] = {
 @pytest.mark.parametrize("mixer", PACKED)
 def test_packed_projections(mixer: str, llama: Path, tmp_path: Path) -> None:
     settings, rows, out_proj = PACKED[mixer]
-    model, state, told = graft(llama, tmp_path / "ck", mixer, *settings)
+    model, state, report = graft(llama, tmp_path / "ck", mixer, *settings)
     layer, theirs = "decoder.layers.0.mixer.", of_layer(llama)
     heads, at, copied = state[f"{layer}in_proj.weight"].view(HEADS, -1, 32), 0, 0
     for row in rows:
@@ -142,7 +142,7 @@ def test_packed_projections(mixer: str, llama: Path, tmp_path: Path) -> None:
         at, copied = at + HEAD, copied + HEAD
     assert at == heads.shape[1] and {weight.dtype for weight in state.values()} == {torch.float32}
     assert torch.equal(state[f"{layer}out_proj.weight"], theirs["o_proj"]) == out_proj
-    entry = in_proj(told)
+    entry = in_proj(report)
     assert entry["copied"] == model.num_layers * HEADS * copied * 32
     assert entry["status"] == ("copied" if copied == at else "partly" if copied else "new")
 
@@ -158,12 +158,12 @@ def test_two_of_attentions_heads_make_one_differential(llama: Path, tmp_path: Pa
 @pytest.mark.parametrize(("groups", "parts"), [(4, ["q", "k", "v"]), (1, ["q"])])
 def test_keys_shared_otherwise(groups: int, parts: list[str], llama: Path, tmp_path: Path) -> None:
     """If fewer queries share a key, the model is the same. If more do, no shared key is defined."""
-    _, _, told = graft(llama, tmp_path / "ck", "transformer", f"model.num_query_groups={groups}")
+    _, _, report = graft(llama, tmp_path / "ck", "transformer", f"model.num_query_groups={groups}")
     if groups == 4:
         assert torch.allclose(logits(llama), logits(tmp_path / "ck"), atol=1e-5)
-        assert told["copied"] == told["parameters"]
+        assert report["copied"] == report["parameters"]
     else:
-        assert (in_proj(told)["status"], in_proj(told)["parts"]) == ("partly", parts)
+        assert (in_proj(report)["status"], in_proj(report)["parts"]) == ("partly", parts)
 
 
 @pytest.mark.usefixtures("one_process")
@@ -175,7 +175,7 @@ def test_what_is_new_is_what_training_starts_from(tmp_path: Path) -> None:
 
     source = stock_folder("llama tied", tmp_path / "hf", num_hidden_layers=len(MIXERS))
     pattern = f"model.pattern=[{', '.join(MIXERS)}]"
-    model, state, told = graft(
+    model, state, report = graft(
         source,
         tmp_path / "ck",
         "cem",
@@ -189,9 +189,9 @@ def test_what_is_new_is_what_training_starts_from(tmp_path: Path) -> None:
         global_name(chunk, name): weight.detach() for name, weight in chunk.named_parameters()
     }
     assert started.keys() == state.keys() == model_weights(model).keys()
-    listed = {entry["name"]: 0 for entry in told["tensors"]}
+    listed = {entry["name"]: 0 for entry in report["tensors"]}
     counted = dict(listed)
-    for entry in told["tensors"]:
+    for entry in report["tensors"]:
         counted[entry["name"]] += entry["copied"]
     for name, weight in state.items():
         parts = name.split(".")
@@ -201,8 +201,8 @@ def test_what_is_new_is_what_training_starts_from(tmp_path: Path) -> None:
         listed[general] += int((weight != started[name]).sum())
     assert listed == counted
     assert (
-        sum(count_by_component(model).values()) == told["parameters"]
-        and 0.2 < told["copied"] / told["parameters"] < 0.9
+        sum(count_by_component(model).values()) == report["parameters"]
+        and 0.2 < report["copied"] / report["parameters"] < 0.9
     )
     assert torch.equal(state["output_layer.weight"], state["embedding.word_embeddings.weight"])
 
@@ -243,7 +243,7 @@ def test_attentions_own_switches_stay_with_attention(
     )
     assert model.attention == AttentionConfig()
     qwen = stock_folder("qwen2", tmp_path / "qwen")
-    _, state, told = graft(
+    _, state, report = graft(
         qwen, tmp_path / "ck2", "fem_softmax", "model.pattern=[transformer, fem_softmax]"
     )
     biases = [
@@ -253,7 +253,7 @@ def test_attentions_own_switches_stay_with_attention(
     assert torch.equal(
         state["decoder.layers.0.mixer.in_proj.bias"], torch.cat(biases, dim=1).flatten()
     )
-    assert "decoder.layers.N.mixer.in_proj.bias (1): q, k, v" in told["left_behind"]
+    assert "decoder.layers.N.mixer.in_proj.bias (1): q, k, v" in report["left_behind"]
 
 
 def test_the_norms_of_queries_and_keys_go_with_them(tmp_path: Path) -> None:
@@ -272,15 +272,17 @@ def test_the_norms_of_queries_and_keys_go_with_them(tmp_path: Path) -> None:
         assert model.qk_norm and theirs["q"].std() > 0.01
         for part, weight in theirs.items():
             assert torch.equal(state[f"decoder.layers.1.mixer.{place}{part}_norm.weight"], weight)
-    model, _, told = graft(qwen, tmp_path / "cem", "cem")
-    assert not model.qk_norm and "decoder.layers.N.mixer.q_norm.weight (0-1)" in told["left_behind"]
+    model, _, report = graft(qwen, tmp_path / "cem", "cem")
+    assert (
+        not model.qk_norm and "decoder.layers.N.mixer.q_norm.weight (0-1)" in report["left_behind"]
+    )
 
 
 def test_one_line_where_nothing_can_stand_on_it(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fem = export(small("fem_softmax"), tmp_path / "fem")
-    for source, words, told in (
+    for source, words, report in (
         (llama, "cem model.hidden_size=64", "model.hidden_size is 64, but 32 in the folder"),
         (llama, "cem model.num_layers=4", "model.num_layers is 4, but 2 in the folder"),
         (llama, "cem model.vocab_size=49", "model.vocab_size is 49, but 50 in the folder"),
@@ -297,5 +299,5 @@ def test_one_line_where_nothing_can_stand_on_it(
         options = ["--mixer", mixer, *chain.from_iterable(("--set", one) for one in settings)]
         assert hf("import", source, tmp_path / "ck", *options) == 2
         err = capsys.readouterr().err
-        assert err.startswith("tools.hf: error: ") and err.count("\n") == 1 and told in err, err
+        assert err.startswith("tools.hf: error: ") and err.count("\n") == 1 and report in err, err
     assert not (tmp_path / "ck").exists()

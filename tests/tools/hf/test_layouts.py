@@ -190,8 +190,12 @@ def test_the_models_own_context_length_never_shrinks(data: Path, tmp_path: Path)
         assert main(arguments(tmp_path / "ck", data, tmp_path / run, *settings)) == 0
         assert find(tmp_path / run).progress.step == steps
         assert hf("export", tmp_path / run, tmp_path / "out", "--overwrite") == 0
-        told = json_object(tmp_path / "out" / "config.json")
-        assert (told["max_position_embeddings"], told["bos_token_id"], told["eos_token_id"]) == (
+        report = json_object(tmp_path / "out" / "config.json")
+        assert (
+            report["max_position_embeddings"],
+            report["bos_token_id"],
+            report["eos_token_id"],
+        ) == (
             context,
             1,
             2,

@@ -212,7 +212,7 @@ def test_packed_documents_by_their_ends_or_numbers() -> None:
             "max_length_q": 6,
             "max_length_k": 6,
         }
-        for told in (
+        for report in (
             lengths,
             {"cu_seq_lens_q": ends},
             {"cu_seq_lens_k": ends},
@@ -220,7 +220,7 @@ def test_packed_documents_by_their_ends_or_numbers() -> None:
             lengths | {"seq_idx": numbers},
         ):
             for given in (None, positions, torch.arange(12)[None]):
-                made = plain(row, position_ids=given, attention_mask=torch.ones_like(row), **told)
+                made = plain(row, position_ids=given, attention_mask=torch.ones_like(row), **report)
                 assert made.past_key_values is None
                 # float64 rounding, in matrix products of other shapes.
                 close(made.logits, alone, 1e-10)
@@ -418,7 +418,7 @@ def test_rope_is_told_and_set_by_transformers_names(exported: Exports, tmp_path:
         == replace(loaded.model(), rope_scaling=linear)
     )
     turned = replace(given.config, rope_scaling=RopeScaling("abf", 5.0))
-    told = FemLMConfig(architecture=asdict(turned))
-    assert told.model() == FemLMConfig(**told.to_dict()).model() == turned
+    report = FemLMConfig(architecture=asdict(turned))
+    assert report.model() == FemLMConfig(**report.to_dict()).model() == turned
     unturned = FemLMConfig(architecture=asdict(small("cem"))).to_dict()
     assert unturned.get("rope_parameters") is None and unturned.get("rope_theta") is None

@@ -104,8 +104,8 @@ def test_licenses(tmp_path: Path, runs: Folders) -> None:
     assert not (out / "LICENSE").exists()
     assert hf("export", runs["fem_softmax"], tmp_path / "fem", "--license", f"lab-1.0={link}") == 0
     metadata, text = card(tmp_path / "fem")
-    told = {"license": "other", "license_name": "lab-1.0", "license_link": link}
-    assert metadata | told == metadata
+    report = {"license": "other", "license_name": "lab-1.0", "license_link": link}
+    assert metadata | report == metadata
     assert f"The weights are under [lab-1.0]({link})." in text
 
 

@@ -84,9 +84,9 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
             found.path.name == first.path.name
             and ModelConfig.from_dict(found.manifest["config"]["model"]) == model
         )
-        told = ("progress", "data", "heldout_loss", "config", "contents")
-        assert {key: found.manifest[key] for key in told} == {
-            key: first.manifest[key] for key in told
+        report = ("progress", "data", "heldout_loss", "config", "contents")
+        assert {key: found.manifest[key] for key in report} == {
+            key: first.manifest[key] for key in report
         }
     assert model.padded_vocab_size() > VOCAB and files(exports[0]) == files(exports[1])
     assert {"config.json", "model.safetensors", "training.json", "README.md"} <= files(
@@ -119,8 +119,8 @@ def test_special_tokens_need_no_tokenizer(
         place, more = tmp_path / f"hf{trip}", []
         assert hf("export", tmp_path / f"ck{trip}", place) == 0
         for file in ("config.json", "generation_config.json"):
-            told = json_object(place / file)
-            assert (told["bos_token_id"], told["eos_token_id"], told.get("pad_token_id")) == (
+            report = json_object(place / file)
+            assert (report["bos_token_id"], report["eos_token_id"], report.get("pad_token_id")) == (
                 3,
                 ends,
                 None,

@@ -205,8 +205,8 @@ def outcomes(checked: type[TestCase], check: str) -> dict[str, str]:
             set_seed(0)
             sys.modules[f"{PACKAGE}.test_modeling_common"].global_rng.seed(0)
             checked(name).run(result)
-        said = [f"failed: {text}" for _, text in (*result.failures, *result.errors)] + [
+        output = [f"failed: {text}" for _, text in (*result.failures, *result.errors)] + [
             f"skipped: {text}" for _, text in result.skipped
         ]
-        found[name.removeprefix("test_")] = said[0] if said else "passed"
+        found[name.removeprefix("test_")] = output[0] if output else "passed"
     return found

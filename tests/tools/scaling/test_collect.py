@@ -77,11 +77,11 @@ def refused(study: Made, capsys: pytest.CaptureFixture[str], *words: str, code: 
     """Return collect's message after checking that no file was written."""
     capsys.readouterr()
     assert main(["collect", str(study[0]), *words]) == code
-    told = capsys.readouterr()
+    report = capsys.readouterr()
     assert not Path(study[1].results).exists()
     if code == 2:
-        assert told.err.startswith("tools.scaling: error: ") and told.err.count("\n") == 1
-    return told.out + told.err
+        assert report.err.startswith("tools.scaling: error: ") and report.err.count("\n") == 1
+    return report.out + report.err
 
 
 def test_all_rows_of_all_runs(tmp_path: Path, study: Made) -> None:
@@ -123,14 +123,14 @@ def test_runs_that_are_missing_are_named(
     _, plan, runs = study
     write_run(plan, runs[0], state="failed", up_to=runs[0].steps // 2)
     write_run(plan, runs[1], state="stopped", up_to=1)
-    told = refused(study, capsys, code=1)
-    assert "12 of 12 runs are not complete" in told and "and 2 more" in told
+    report = refused(study, capsys, code=1)
+    assert "12 of 12 runs are not complete" in report and "and 2 more" in report
     assert (
         f"{runs[0].name}: failed at step {runs[0].steps // 2} of {runs[0].steps}: out of memory"
-        in told
+        in report
     )
-    assert f"{runs[2].name}: not begun" in told
-    assert f"python -m tools.scaling run {study[0]}" in told and "--partial" in told
+    assert f"{runs[2].name}: not begun" in report
+    assert f"python -m tools.scaling run {study[0]}" in report and "--partial" in report
     assert "none of its 12 runs is complete" in refused(study, capsys, "--partial")
     for run in runs[2:]:
         write_run(plan, run)
@@ -167,12 +167,12 @@ def test_what_cannot_be_compared_is_refused(
     assert f"{runs[2].name}: it has no validation at its last step, {runs[2].steps}" in refused(
         study, capsys
     )
-    for change, told in (({"tokens": 950}, "data"), ({"tokenizer": "two"}, "tokenizer")):
-        other = write_folder(tmp_path / f"other_{told}", **change)
+    for change, report in (({"tokens": 950}, "data"), ({"tokenizer": "two"}, "tokenizer")):
+        other = write_folder(tmp_path / f"other_{report}", **change)
         words = tuple(f"data.{split}.0.prefix={other / split}" for split in ("train", "valid"))
         write_run(plan, runs[2], words=words)
         message = refused(study, capsys)
-        assert f"{told}: runs {runs[0].name} and {runs[2].name} have " in message
+        assert f"{report}: runs {runs[0].name} and {runs[2].name} have " in message
         assert "cannot be compared" in message
     write_run(plan, runs[2], words=("optimizer.weight_decay=0.3",))
     assert f"trained with optimizer.weight_decay = 0.3, but {path} now plans 0.1" in refused(
@@ -183,14 +183,14 @@ def test_what_cannot_be_compared_is_refused(
     free = "log.interval=3 train.micro_batch_size=2 checkpoint.interval=7 train.recompute=full"
     write_run(plan, runs[2], words=tuple(free.split()))
     collected(study)
-    for word, told in (
+    for word, report in (
         ("log.interval=3", "have the same configuration"),
         ("data.seq_length=32", "have data of different identity"),
     ):
         twice = make(tmp_path, variants={"a": [], "b": [word]}, directory=str(tmp_path / word))
         for run in twice[2]:
             write_run(twice[1], run)
-        assert f"runs {twice[2][0].name} and {twice[2][1].name} {told}" in refused(twice, capsys)
+        assert f"runs {twice[2][0].name} and {twice[2][1].name} {report}" in refused(twice, capsys)
 
 
 def test_a_checkpoint_tells_what_data_it_was_trained_on(
@@ -271,12 +271,12 @@ def test_from_weights_and_biases(
         final_runs(ours)["wall_seconds"].tolist(), abs=5.0
     )
     Path(plan.directory).rename(tmp_path / "collected")
-    for told, change in BROKEN.items():
+    for report, change in BROKEN.items():
         broken = json.loads(json.dumps(lines[1]))
         change(broken)
         export.write_text(f"{json.dumps(lines[0])}\n{json.dumps(broken)}\n{json.dumps(lines[2])}\n")
         message = refused(study, capsys, "--wandb", str(export))
-        assert told in message and str(export) in message
+        assert report in message and str(export) in message
 
 
 def test_a_fork_is_collected_as_a_straight_run(

@@ -134,12 +134,12 @@ def test_mup_is_flat_and_the_standard_parametrization_is_not(
     """
     words = f"--mixer {','.join(mixers)} --compare --widths 64,128,256 --seeds 1 {MUP[1]}"
     assert check(run, tmp_path / "out", words) == 0
-    told = capsys.readouterr().out
+    report = capsys.readouterr().out
     for mixer in mixers:
-        assert f"{mixer}, mup: flat within 2x" in told
-        assert f"{mixer}, standard: NOT flat within 2x" in told
+        assert f"{mixer}, mup: flat within 2x" in report
+        assert f"{mixer}, standard: NOT flat within 2x" in report
         assert (tmp_path / "out" / f"coordinates_{mixer}.png").read_bytes().startswith(b"\x89PNG")
-    assert "drawn by Zipf's law from 256" in told
+    assert "drawn by Zipf's law from 256" in report
     title, _, *lines = (tmp_path / "out" / "coordinates.md").read_text().splitlines()
     assert title == "| variant | standard | mup |" and len(lines) == len(mixers)
     for mixer, line in zip(mixers, lines, strict=True):
@@ -201,9 +201,9 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
 ) -> None:
     for words in MISTAKES.strip().splitlines():
         assert main(f"coord-check {run} --out {tmp_path / 'out'} {words}".split()) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("tools.scaling: error: ") and told.count("\n") == 1
-        wording(told)
+        report = capsys.readouterr().err
+        assert report.startswith("tools.scaling: error: ") and report.count("\n") == 1
+        wording(report)
         assert not (tmp_path / "out").exists()
 
 

@@ -171,8 +171,8 @@ def test_what_does_not_determine_a_law_is_not_fitted() -> None:
             n, d, (1.7 + 400 * d**-0.3) * noise
         ),
     }
-    for said, some in cases.items():
-        with pytest.raises((NotIdentified, ConfigError), match=said):
+    for output, some in cases.items():
+        with pytest.raises((NotIdentified, ConfigError), match=output):
             fitted(some)
 
 
@@ -288,8 +288,8 @@ def test_a_prediction_holds_new_runs(variant: VariantFit) -> None:
     for seed in range(10):
         new = runs(0.002, 100 + seed)
         for n, d, seen in zip(new.n, new.d, new.loss, strict=True):
-            said = predict_loss(variant, float(n), float(d))
-            held += (said.low or np.inf) <= seen <= (said.high or 0)
+            output = predict_loss(variant, float(n), float(d))
+            held += (output.low or np.inf) <= seen <= (output.high or 0)
     assert 0.85 <= held / 350 <= 0.96
     near, far = (predict_loss(variant, n, n * 20) for n in (1e9, 1e13))
     assert ((far.high or 0) - (far.low or 0)) / far.value > (

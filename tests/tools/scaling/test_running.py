@@ -46,10 +46,10 @@ def test_launch_is_handed_the_studys_runs_and_layout(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text(running.run_list(runs))
     assert read_list(tmp_path / "list.txt") == {run.name: run.settings for run in runs}
     asked = arguments("--nodes", "2", "--dependency", "7", "--time", "10", "--update")
-    told = " ".join(running.launch_command(study, asked))
+    report = " ".join(running.launch_command(study, asked))
     for option in "nodes 2 --processes 2,at-once 3,dependency 7,time 10,update".split(","):
-        assert f"--{option}" in told
-    assert f"--directory {study.directory}" in told and "--dry-run" not in told
+        assert f"--{option}" in report
+    assert f"--directory {study.directory}" in report and "--dry-run" not in report
     for wrong in (("--nodes", "3"), ("--nodes", "0"), ("--at-once", "0")):
         with pytest.raises(ConfigError, match=wrong[0]):
             running.launch_command(study, arguments(*wrong))
@@ -159,9 +159,9 @@ def test_a_study_ends_as_its_runs_did(
     if killed:
         threading.Thread(target=kill).start()
     assert main(["run", str(path)]) == code
-    said = capfd.readouterr()
-    assert ("the same command continues" in said.out) == killed
-    assert (f"failed: {names[-1]}: no memory" in said.err) == (code == 1)
+    output = capfd.readouterr()
+    assert ("the same command continues" in output.out) == killed
+    assert (f"failed: {names[-1]}: no memory" in output.err) == (code == 1)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,10 @@ def test_a_study_killed_on_its_way_goes_on(
         time.sleep(0.05)
     if first.poll() is None:
         os.killpg(first.pid, signal.SIGTERM)
-    told, _ = first.communicate(timeout=PATIENCE)
-    assert first.returncode == running.INTERRUPTED and "the same command continues" in told, told
+    report, _ = first.communicate(timeout=PATIENCE)
+    assert first.returncode == running.INTERRUPTED and "the same command continues" in report, (
+        report
+    )
     before = [(folder / "metrics.jsonl").read_bytes() for folder in folders]
     assert len(trained(folders[0])) == runs[0].steps and len(trained(folders[1])) < runs[1].steps
 
@@ -255,8 +257,8 @@ def test_trunks_and_forks_are_the_straight_runs_to_the_last_bit(
     (straight, table), (forked, other) = found[False], found[True]
     assert [begin for _, begin in forked.values()] == [20, 35, 0]
     for name, (steps, begin) in forked.items():
-        assert steps == {step: told for step, told in straight[name][0].items() if step > begin}, (
-            name
-        )
+        assert steps == {
+            step: report for step, report in straight[name][0].items() if step > begin
+        }, name
     for column in ("loss", "config_hash"):
         assert other[column].tolist() == table[column].tolist()

@@ -45,10 +45,10 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(
     # The cheap runs are first.
     assert [run.budget for run in runs] == sorted(run.budget or 0 for run in runs)
     assert main(["plan", str(path), "--csv", "plan.csv"]) == 0
-    told = capsys.readouterr().out.splitlines()
+    report = capsys.readouterr().out.splitlines()
     rows = pd.read_csv("plan.csv").set_index("name")
     assert [rows.loc[run.name, "flops"] for run in runs] == [run.flops for run in runs]
-    for line, run in zip(told[3:], runs, strict=False):
+    for line, run in zip(report[3:], runs, strict=False):
         config = prepare(load_run(study.base, run.settings), 1, plan_only=True).config
         plan = make_plan(config, 1)
         assert run.parameters == plan.total_parameters
@@ -70,7 +70,7 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(
         numbers = (run.non_embedding_parameters, run.parameters, run.tokens, run.steps)
         variant, *cells = line.split()
         assert variant == run.variant and {f"{number:,}" for number in numbers} <= set(cells)
-    rest = "\n".join(told[3 + len(runs) :])
+    rest = "\n".join(report[3 + len(runs) :])
     for words in (
         "12 runs",
         "layers = max(2, round(width / 32))",

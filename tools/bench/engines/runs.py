@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from fem_common.errors import reason
-from fem_common.files import write_whole
+from fem_common.files import write_atomically
 from fem_common.ports import server_port
 from fem_common.text import duration
 from fem_megatron.megatron import platform
@@ -299,7 +299,7 @@ def _keep(ranks: Ranks, logs: Path | None, say: Say) -> str:
     path = logs / f"{Path(job.model or job.size).stem}-{job.variant}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "\n".join(lines) + "\n")
+        write_atomically(path, "\n".join(lines) + "\n")
     except OSError as error:
         return f"; the log is lost: {reason(error)}"
     return f"; log: {path}"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fem_common.cli import run
 from fem_common.errors import UserError
-from fem_common.files import make_folder, write_whole
+from fem_common.files import make_folder, write_atomically
 from fem_megatron.megatron import platform
 from kernels.check import suites
 from kernels.fem_attention.table import write as write_table
@@ -269,7 +269,7 @@ def publish(record: Record, options: argparse.Namespace) -> int:
     folder, session = record.folder, record.sessions[-1]
     device = session["machine"]["device"]
     results = Results(record.outcomes.values(), device)
-    write_whole(folder / PAGE, report(record, results), synced=False)
+    write_atomically(folder / PAGE, report(record, results), synced=False)
     draw(results, runner.sentence(session["machine"]), folder / PICTURE)
     table = results.engine_table()
     if table and not session["dry"]:

@@ -85,9 +85,9 @@ def fit_isoflop(
     for flops in points.budgets:
         sizes = np.unique(points.n[points.budget == flops])
         if len(sizes) < FEWEST_SIZES:
-            told = " and ".join(f"{size:.4g}" for size in sizes)
+            listed = " and ".join(f"{size:.4g}" for size in sizes)
             raise ConfigError(
-                f"budget {flops:.4g} FLOPs has {counted(len(sizes), 'size')} ({told} parameters),"
+                f"budget {flops:.4g} FLOPs has {counted(len(sizes), 'size')} ({listed} parameters),"
                 f" but a parabola needs {FEWEST_SIZES}: add sizes, or leave this approach out with"
                 " fit.approaches: [parametric]"
             )

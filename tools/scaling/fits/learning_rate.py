@@ -37,10 +37,10 @@ def fit_learning_rates(
         length = f"on {points.d[rows[0]]:.3g} tokens"
         if points.budgets:
             length = f"at {points.budget[rows[0]]:.3g} FLOPs"
-        told = f"{points.n[rows[0]]:.4g} parameters {length}"
+        listed = f"{points.n[rows[0]]:.4g} parameters {length}"
         if len(rates) < FEWEST_RATES:
             notes.append(
-                f"learning rate: {told}: {len(rates)} rates, but an interpolation of the optimum"
+                f"learning rate: {listed}: {len(rates)} rates, but an interpolation of the optimum"
                 f" needs {FEWEST_RATES}"
             )
             continue
@@ -49,7 +49,7 @@ def fit_learning_rates(
         if optimum.edge:
             end = "smallest" if optimum.rate.value == optimum.rates[0] else "largest"
             notes.append(
-                f"learning rate: {told}: the best is the {end} rate, {optimum.rate.value:g}: the"
+                f"learning rate: {listed}: the best is the {end} rate, {optimum.rate.value:g}: the"
                 " optimum is not bracketed"
             )
         optima.append(optimum)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fem_common.config import plain
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.files import read_lines, sha256, sha256_json
 from fem_common.nested import leaves
 from pretrain.config import RunConfig, Source, load_run, run_of
@@ -262,7 +262,7 @@ def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
     manifest is identified by its .idx file and a sample of its .bin file. Raises ConfigError
     (neither checkpoint nor data exists, or the data on disk differs from the run's), StorageError.
     """
-    with files_told():
+    with convert_os_errors():
         recorded = _recorded(run) if run is not None else None
         held = _held(config)
     if recorded is None and held is None:
@@ -438,7 +438,7 @@ def read_directory(folder: Path) -> Record | None:
     if not (folder / "config.yaml").is_file():
         return None
     config = load_run(folder / "config.yaml")
-    with files_told():
+    with convert_os_errors():
         history = History.read(folder)
     steps = tuple(
         Step(entry["step"], entry["loss"], entry["step_seconds"]) for entry in history.steps

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.plot import png
 from tools.scaling import pictures
 from tools.scaling.report import Report, render_html, render_summary, report_of
@@ -125,7 +125,7 @@ def _write(results: Path, report: Report, drawn: dict[str, bytes]) -> None:
         if name in drawn:
             write_file(file, drawn[name])
         else:
-            with files_told():
+            with convert_os_errors():
                 file.unlink(missing_ok=True)
     write_file(results / "summary.md", render_summary(report, list(drawn)).encode())
     write_file(results / "report.html", render_html(report, drawn).encode())

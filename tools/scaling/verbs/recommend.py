@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from fem_common.config import plain
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.text import did_you_mean
 from pretrain.config import RunConfig
 from tools.scaling.laws import Estimate
@@ -97,7 +97,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.out is None:
         print(text, end="")
         return 0
-    with files_told():
+    with convert_os_errors():
         arguments.out.write_text(text, encoding="utf-8")
     print(
         f"{arguments.out}: {summary(found)}; show its plan: python -m pretrain {arguments.out}"

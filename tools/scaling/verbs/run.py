@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from fem_common.config import read_values
-from fem_common.errors import ConfigError, StorageError, files_told
+from fem_common.errors import ConfigError, StorageError, convert_os_errors
 from fem_common.signals import PDEATHSIG, prctl, taken
 from fem_common.text import counted, duration
 from pretrain.config import load_run
@@ -107,7 +107,7 @@ def main(arguments: argparse.Namespace) -> int:
     local = is_local(Path(arguments.cluster))
     if local:  # report missing data once instead of in each run
         try:
-            with files_told():
+            with convert_os_errors():
                 check_data(load_run(study.base, runs[0].settings))
         except ConfigError as error:
             raise ConfigError(f"{study.path}: {error}") from None
@@ -154,7 +154,7 @@ def _start(
         with tempfile.NamedTemporaryFile(
             "w", suffix=".txt", prefix="study-", encoding="utf-8"
         ) as file:
-            with files_told():
+            with convert_os_errors():
                 file.write(run_list(some))
                 file.flush()
             words = [*command, "--list", file.name, *after]
@@ -305,7 +305,7 @@ def _follow(
     launch runs in a separate session, and each signal to this process is forwarded to it once. In
     the same process group launch would receive a signal twice, and the second one ends it at once.
     """
-    came, handed, told = list[int](), 0, time.monotonic()
+    came, handed, reported = list[int](), 0, time.monotonic()
 
     def take(number: int, _: FrameType | None) -> None:
         came.append(number)
@@ -320,8 +320,8 @@ def _follow(
                 process.send_signal(number)
                 handed += 1
             time.sleep(POLL_SECONDS)
-            if time.monotonic() - told >= TELL_SECONDS and not came:
-                rows, told = standings(progress.study), time.monotonic()
+            if time.monotonic() - reported >= TELL_SECONDS and not came:
+                rows, reported = standings(progress.study), time.monotonic()
                 if rows is not None:
                     print(progress.line(rows), flush=True)
     return process.returncode, bool(came)
