@@ -550,12 +550,12 @@ class _Reader:
             with self.noted(text.partition("=")[0].partition(".")[0]):
                 keys, value = _assignment(text)
                 assignments += self.renamed(keys, value)
-        for whole in (True, False):
+        for full in (True, False):
             for keys, value in assignments:
-                if (len(keys) == 1 and keys[0] in self.sections) is whole:
+                if (len(keys) == 1 and keys[0] in self.sections) is full:
                     with self.noted(keys[0]):
                         tree = _assigned(
-                            tree, keys, self.over_base(value, keys[0], Path()) if whole else value
+                            tree, keys, self.over_base(value, keys[0], Path()) if full else value
                         )
         return tree
 

@@ -18,7 +18,7 @@ from fem_common.errors import MISTAKES, ConfigError, StorageError
 from fem_common.files import expand_home
 from fem_common.text import nearest
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 LONGEST_PAUSE = 60.0  # seconds between two attempts
 _UNWRITTEN = {"http", "https", "memory", "data"}  # places that cannot store files
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -133,7 +133,7 @@ def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
     return store, root, url
 
 
-def said(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the message of an error on one line, without secrets."""
     text = " ".join(str(error).split()).removeprefix(f"[Errno {getattr(error, 'errno', None)}] ")
     return secrets.hide(text or type(error).__name__, secrets.values(os.environ))[:300]
@@ -169,7 +169,7 @@ def until_it_works(
         except ConfigError:
             raise
         except Exception as error:  # fsspec's file systems have no common error type
-            note(said(error))
+            note(message_of(error))
             if over(pause * random.uniform(0.5, 1.0)):
                 return error
             pause = min(2 * pause, LONGEST_PAUSE)

@@ -73,14 +73,14 @@ def duration(seconds: float) -> str:
     """Format seconds with at most two units: 12s, 3m 05s, 4h 10m, 2d 03h; ``?`` if not finite."""
     if not math.isfinite(seconds):
         return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02}s"
-    if whole < 86400:
-        return f"{whole // 3600}h {whole % 3600 // 60:02}m"
-    return f"{whole // 86400}d {whole % 86400 // 3600:02}h"
+    full = round(seconds)
+    if full < 60:
+        return f"{full}s"
+    if full < 3600:
+        return f"{full // 60}m {full % 60:02}s"
+    if full < 86400:
+        return f"{full // 3600}h {full % 3600 // 60:02}m"
+    return f"{full // 86400}d {full % 86400 // 3600:02}h"
 
 
 def counted(number: int, what: str) -> str:

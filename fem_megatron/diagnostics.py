@@ -87,7 +87,9 @@ def _hook(
 ) -> Callable[[nn.Module, Any, Any], None]:
     looked: set[int] = set()
 
-    def look(update: nn.Module, arguments: tuple[Tensor, Context], output: Tensor) -> None:
+    def record_readings(
+        update: nn.Module, arguments: tuple[Tensor, Context], output: Tensor
+    ) -> None:
         x, context = arguments
         if context.iteration in looked:  # a later micro-batch, or the backward pass's recomputation
             return
@@ -103,7 +105,7 @@ def _hook(
             }
         )
 
-    return look
+    return record_readings
 
 
 @torch.no_grad()
@@ -116,16 +118,16 @@ def observe(
     is used. The context must not contain a decoding state.
     """
     parallel = update.parallel
-    whole = [parallel.enter(t.detach()[:, :1].contiguous()) for t in (x, after)]
-    start, alone = (0, len(whole[0])) if context.documents is None else context.documents.longest
+    full = [parallel.enter(t.detach()[:, :1].contiguous()) for t in (x, after)]
+    start, alone = (0, len(full[0])) if context.documents is None else context.documents.longest
     length = min(tokens, alone)
-    split = len(whole[0]) > len(x)
+    split = len(full[0]) > len(x)
     if split:
         length -= length % parallel.size
     if not length:  # fewer tokens than ranks
-        return _generic(*_tokens(update, whole))
-    whole = [t[start : start + length] for t in whole]
-    sliced = [t.chunk(parallel.size)[parallel.rank] if split else t for t in whole]
+        return _generic(*_tokens(update, full))
+    full = [t[start : start + length] for t in full]
+    sliced = [t.chunk(parallel.size)[parallel.rank] if split else t for t in full]
     positions = None if context.positions is None else context.positions[start : start + length]
     here = Context(
         positions=positions if positions is None or positions.ndim == 1 else positions[:, :1],
@@ -134,9 +136,9 @@ def observe(
         iteration=context.iteration,
     )
     sample = Sample(sliced[0], sliced[1], here, torch.arange(length, device=x.device))
-    generic = _generic(*_tokens(update, whole))
+    generic = _generic(*_tokens(update, full))
     # Eigenvalues of non-finite values would raise, but training handles such a step itself.
-    if update.diagnostics is None or not whole[1].isfinite().all():
+    if update.diagnostics is None or not full[1].isfinite().all():
         return generic
     more: Quantities = located(update.diagnostics)(update, sample)
     return generic | more

@@ -83,7 +83,7 @@ class Documents:
         valid = tuple(t.to(device, non_blocking=True) for t in self.valid)
         return Documents(moved[0], self.longest, self.rows, moved[1], moved[2], moved[3], valid)
 
-    def apart(
+    def per_document(
         self,
         read: Callable[..., Tensor],
         tensors: Sequence[Tensor | None],

@@ -66,7 +66,7 @@ class Parallel(Protocol):
         All ranks must apply the same operations to the result.
         """
 
-    def share(self, whole: Tensor) -> Tensor:
+    def share(self, full: Tensor) -> Tensor:
         """Return a replicated tensor unchanged, for use in this rank's part of the layer.
 
         Its gradient is summed over ranks.
@@ -124,8 +124,8 @@ class OneProcess:
     def gather(self, part: Tensor) -> Tensor:
         return part
 
-    def share(self, whole: Tensor) -> Tensor:
-        return whole
+    def share(self, full: Tensor) -> Tensor:
+        return full
 
     def total(self, partial: Tensor) -> Tensor:
         return partial

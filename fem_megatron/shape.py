@@ -207,10 +207,10 @@ class Training:
         if self.element != WIDE:
             channel = (on_a_gpu if self.cuda else None) or kept.bf16
         seen = channel * hidden + more
-        whole = self.element * hidden
+        full = self.element * hidden
         return {
-            ESTIMATE: whole / (self.sequence_split if sliced else 1)
-            + max(0.0, seen - whole) / self.tensor_parallel
+            ESTIMATE: full / (self.sequence_split if sliced else 1)
+            + max(0.0, seen - full) / self.tensor_parallel
         }
 
 

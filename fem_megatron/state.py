@@ -21,7 +21,7 @@ from kernels.machine import without_cudnn_attention
 
 
 @dataclass(eq=False)
-class Room:
+class Capacity:
     """Fixed number of token slots in a decoding state, of which the first ``taken`` are filled.
 
     places: number of slots.
@@ -112,7 +112,7 @@ class Context:
     memory: values that an update passes from one iteration to the next within a forward
         pass (momentum). Unlike the state they have gradients.
     prefix: prefix of the names of the layer's tensors in the state.
-    room: slots of a state that is written in place and never grows; None: the state grows.
+    capacity: slots of a state that is written in place and never grows; None: the state grows.
     touching: True if the past keys of a room must directly precede the new ones
         (``without_gap``).
     documents: documents of the sequence, read independently (training); None: a sequence is
@@ -132,7 +132,7 @@ class Context:
     origin: Tensor | None = None
     memory: dict[str, Tensor] | None = None
     prefix: str = ""
-    room: Room | None = None
+    capacity: Capacity | None = None
     touching: bool = False
     documents: Documents | None = None
     recompute: bool = False
@@ -146,7 +146,7 @@ class Context:
         made: Tensor = checkpoint(part, *given, use_reentrant=False, preserve_rng_state=False)
         return made
 
-    def apart(
+    def per_document(
         self,
         read: Callable[..., Tensor],
         *tensors: Tensor | None,
@@ -185,7 +185,7 @@ class Context:
                 *tensors,
             )
         if self.split is not None:
-            return self.split.apart(
+            return self.split.per_document(
                 read, tensors, each, keys, Dims(batch, time, heads), replace(self, split=None)
             )
 
@@ -202,7 +202,7 @@ class Context:
         if documents is None:
             return self.again(lambda *given: whole(self.valid, *given), *tensors)
         return self.again(
-            lambda *given: documents.apart(
+            lambda *given: documents.per_document(
                 whole, given, batch=batch, time=time, causal=self.causal
             ),
             *tensors,
@@ -247,7 +247,7 @@ class Context:
         if self.state is None:
             return
         value, old = value.detach(), self.recall(name)
-        if self.room is None:
+        if self.capacity is None:
             # A traced tensor has no storage.
             part = torch.compiler.is_compiling() or value.untyped_storage().nbytes() > value.nbytes
             self.state[self.prefix + name] = value.clone() if part else value
@@ -262,22 +262,22 @@ class Context:
         The first dimension is the batch. This is one step of a KV-cache in the state.
         """
         old = self.recall(name)
-        if self.room is not None:
-            return self._extend_in_room(self.room, name, old, new, dim)
-        whole = new if old is None else torch.cat((old.to(new.dtype), new), dim=dim)
-        self.keep(name, whole)
-        return whole
+        if self.capacity is not None:
+            return self._extend_within_capacity(self.capacity, name, old, new, dim)
+        full = new if old is None else torch.cat((old.to(new.dtype), new), dim=dim)
+        self.keep(name, full)
+        return full
 
-    def _extend_in_room(
-        self, room: Room, name: str, cache: Tensor | None, new: Tensor, dim: int
+    def _extend_within_capacity(
+        self, capacity: Capacity, name: str, cache: Tensor | None, new: Tensor, dim: int
     ) -> Tensor:
         assert self.state is not None
         if cache is None:
-            self.state[self.prefix + name] = room.first(new.detach(), dim)
+            self.state[self.prefix + name] = capacity.first(new.detach(), dim)
             return new
-        keys = room.extend(cache, new.to(cache.dtype), dim).to(new.dtype)
+        keys = capacity.extend(cache, new.to(cache.dtype), dim).to(new.dtype)
         return (
-            keys.index_select(dim, room.adjacent(new.shape[dim], new.device)[0])
+            keys.index_select(dim, capacity.adjacent(new.shape[dim], new.device)[0])
             if self.touching
             else keys
         )
@@ -287,9 +287,9 @@ class Context:
 
         Use it in layers that derive a key's distance from its index among the keys.
         """
-        if self.room is None or self.valid is None or self.valid.shape[1] == length:
+        if self.capacity is None or self.valid is None or self.valid.shape[1] == length:
             return self
-        index, keys = self.room.adjacent(length, self.valid.device)
+        index, keys = self.capacity.adjacent(length, self.valid.device)
         return replace(self, valid=self.valid[:, index] & keys, touching=True)
 
     def valid_now(self, length: int) -> Tensor | None:

@@ -39,12 +39,12 @@ class OncePerMessage(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return True the first time that the record's template occurs."""
-        first = str(record.msg) not in self._said
-        self._said.add(str(record.msg))
+        first = str(record.msg) not in self._logged
+        self._logged.add(str(record.msg))
         return first
 
 
@@ -102,7 +102,7 @@ class Op:
             fallback = (
                 device.type != "cpu" and bool(against) and name == self.implementations[-1].name
             )
-            self._say(f"{name} runs", against, logging.WARNING if fallback else logging.INFO)
+            self._log_once(f"{name} runs", against, logging.WARNING if fallback else logging.INFO)
             return name
         (chosen,) = (
             implementation
@@ -113,7 +113,7 @@ class Op:
             raise ValueError(
                 f"{self.name}: implementation {requested!r} cannot run: {reason}; use auto"
             )
-        self._say(f"{requested} runs (requested)")
+        self._log_once(f"{requested} runs (requested)")
         return requested
 
     def automatic(self, device: torch.device, unfit: Unfit = nothing) -> tuple[str, dict[str, str]]:
@@ -147,7 +147,7 @@ class Op:
             against[implementation.name] = reason
         return self.implementations[-1].name, against
 
-    def _say(
+    def _log_once(
         self, what: str, against: Mapping[str, str] | None = None, level: int = logging.INFO
     ) -> None:
         """Log once; not while torch.compile traces, which does not support loggers. An earlier call

@@ -85,13 +85,13 @@ class LateNumbers:
     def __init__(self, where: torch.device, count: int = 1) -> None:
         on_gpu = where.type == "cuda"
         with torch.inference_mode(False):
-            self._told = torch.zeros(count, device="cpu", pin_memory=on_gpu)
-        self._memory = self._told.numpy()  # reading it is not an operation on a tensor
+            self._host_copy = torch.zeros(count, device="cpu", pin_memory=on_gpu)
+        self._memory = self._host_copy.numpy()  # reading it is not an operation on a tensor
         self._arrived = torch.cuda.Event() if on_gpu and where != FAKE_GPU else None
 
     def send(self, numbers: Tensor) -> None:
         """Start to copy the numbers to the host, without waiting for the copy."""
-        self._told.copy_(numbers, non_blocking=True)
+        self._host_copy.copy_(numbers, non_blocking=True)
         if self._arrived is not None and not capturing():
             self._arrived.record()
 

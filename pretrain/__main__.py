@@ -61,10 +61,10 @@ REHEARSED = ("h100", "h200", "cpu")
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, run the command, and return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    return run("pretrain", lambda: _told(options), kept="the same command starts again")
+    return run("pretrain", lambda: _report_errors(options), kept="the same command starts again")
 
 
-def _told(options: argparse.Namespace) -> int:
+def _report_errors(options: argparse.Namespace) -> int:
     """Run the command, report errors to torchrun, and return the exit code.
 
     Input mistakes are raised only on local rank 0, so that each host prints them once; other ranks

@@ -38,7 +38,7 @@ from pretrain.report.evaluations import Evaluations, check_suite
 from pretrain.report.loggers import (
     Callback,
     Console,
-    Say,
+    Log,
     Watch,
     alert,
     logged_kernels,
@@ -85,7 +85,7 @@ def train(prepared: Prepared, received: Received) -> Outcome:
                     "another run_dir"
                 )
             if run.first:  # the other ranks print only warnings, to stderr
-                stack.enter_context(logged_kernels(run.say))
+                stack.enter_context(logged_kernels(run.log))
             with _record_failure(run.file):
                 return run.attempt()
     finally:
@@ -112,12 +112,12 @@ def build_index(prepared: Prepared) -> None:
     )
     try:
         run = Run(prepared, Received())
-        last = from_rank_0(lambda: newest_good(run.folder / "checkpoints", {}, run.say))
+        last = from_rank_0(lambda: newest_good(run.folder / "checkpoints", {}, run.log))
         for part in run.parts:
             run.enter(part)
             data = run.data(run.samples_to_order(part.resumed(last.progress) if last else None))
             valid = f" and {len(data.valid):,} of validation" if data.valid is not None else ""
-            run.say(
+            run.log(
                 f"index cache {data.cache}: "
                 f"{'' if data.built else 'unchanged, '}{len(data.train):,} samples of "
                 f"training{valid}, {run.config.data.seq_length} tokens each; "
@@ -129,7 +129,7 @@ def build_index(prepared: Prepared) -> None:
 
 
 def make_engine(
-    config: RunConfig, schedule: Schedule, log: Say = lambda text: None, *, draw: bool = True
+    config: RunConfig, schedule: Schedule, log: Log = lambda text: None, *, draw: bool = True
 ) -> Engine:
     """Create the engine selected by ``engine.name``.
 
@@ -195,7 +195,7 @@ class Run:
         self.facts = facts_of(part, self.all_facts)
         self.contents = contents_of(self.parts, part, self.all_contents)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line on rank 0."""
         if self.first:
             print(text, flush=True)
@@ -209,15 +209,15 @@ class Run:
         before = from_rank_0(lambda: read_progress(self.folder))
         if self.first:
             remove_leftovers(self.folder)
-        file.tell("starting")
+        file.write("starting")
         from_rank_0(lambda: check_suite(config.evaluate))
         initialize_model_parallel(config)
-        checkpoints = Checkpoints(self.folder / "checkpoints", config, self.say)
+        checkpoints = Checkpoints(self.folder / "checkpoints", config, self.log)
         checkpoints.sweep()
         checkpoints.fetch()
         start = self._start(checkpoints)
         checkpoints.run_id = from_rank_0(lambda: identify(self.folder))
-        file.tell("starting")
+        file.write("starting")
         if self.first:
             describe(
                 config,
@@ -239,7 +239,7 @@ class Run:
             heading = (
                 "different from the parent" if start.forked else "changed since the last attempt"
             )
-            self.say(f"{heading}: {listed}")
+            self.log(f"{heading}: {listed}")
         step, steps = start.progress.step, self.schedule.last_step
         # After the last step, the state is "complete" only if the last validation is done.
         complete = before is not None and (before.get("state"), before.get("step")) == (
@@ -270,11 +270,11 @@ class Run:
         part, fresh, callbacks = self.part, start.found is None, list[Callback]()
         checkpoints.enter(self.config)
         if part.name:
-            self.say(
+            self.log(
                 f"stage {part.name} ({part.number + 1} of {len(self.parts)}): steps "
                 f"{part.begin_step + 1} to {part.end_step}"
             )
-        engine = make_engine(self.config, self.schedule, self.say, draw=fresh)
+        engine = make_engine(self.config, self.schedule, self.log, draw=fresh)
         try:
             start = self._load(engine, checkpoints, start)
             if self.part is not part or (start.found is None) is not fresh:
@@ -312,7 +312,7 @@ class Run:
         """Return the datasets with a training order for the given number of samples."""
         assert self.config.model.vocab_size is not None
         if self.first and (line := packing_line(self.config.data, self.facts)):
-            self.say(line)
+            self.log(line)
         return build_datasets(
             self.config,
             vocab_size=self.config.model.vocab_size,
@@ -320,7 +320,7 @@ class Run:
             contents=self.contents,
             train_samples=samples,
             default_cache=self.folder / "index_cache",
-            log=self.say,
+            log=self.log,
             reader=self.reader,
             needs=[part.needs() for part in self.parts[: self.part.number + 1]]
             if self.part.name
@@ -334,7 +334,7 @@ class Run:
         """
         size = from_rank_0(lambda: index_bytes(self.all_facts))
         if size > _LONG_TO_READ:
-            self.say(
+            self.log(
                 f"data: reading {size / 1e9:.1f} GB of .idx files to compare them with their "
                 "manifests"
             )
@@ -360,9 +360,9 @@ class Run:
                     at = f" at step {start.progress.step}"
                 else:
                     done, at = "weights taken", ""
-                self.say(f"{done} from {start.found.path}{at}")
+                self.log(f"{done} from {start.found.path}{at}")
                 if start.forked and start.progress.order_begin == start.progress.consumed_samples:
-                    self.say(
+                    self.log(
                         "its data differs from the parent's: the data order begins at its first "
                         "sample"
                     )
@@ -384,7 +384,7 @@ class Run:
         )
         data = self.data(start.progress.order_samples)
         cut = f"CP {layout.context_parallel_size}, " if layout.context_parallel_size > 1 else ""
-        self.say(
+        self.log(
             f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, "
             f"{self.schedule.steps - self.part.begin_step} steps of {self.schedule.step_tokens} "
             f"tokens on {self.world_size} x {platform.device_name()} (TP "
@@ -392,7 +392,7 @@ class Run:
             f"{cut}DP {plan.data_parallel}, {config.train.precision})"
         )
         if plan.part_lengths is not None:
-            self.say(
+            self.log(
                 f"training FLOPs per token: {si(plan.train_flops)}FLOP by the documents' lengths, "
                 f"used for TFLOP/s and MFU; dense, over full sequences: {si(plan.dense_flops)}FLOP"
             )
@@ -443,7 +443,7 @@ class Run:
         if config.engine.name == "deepspeed" and config.engine.zero_stage == 3:
             obstacles.append("engine.zero_stage = 3")
         if layers and obstacles:
-            self.say(f"{obstacles[0]}: no layer diagnostics (log.diagnostics)")
+            self.log(f"{obstacles[0]}: no layer diagnostics (log.diagnostics)")
             layers = 0
         return together(Observer(engine.models, layers), TensorNorms(engine, tensors))
 
@@ -473,11 +473,11 @@ class Run:
         first.
         """
         step = start.progress.step
-        self.say(
+        self.log(
             f"{self.config.name} is complete at step {step}; raise train.steps or train.tokens to "
             "continue it, or start another run with another run_dir"
         )
-        self.file.tell("complete")
+        self.file.write("complete")
         if self.first and self.config.evaluate.wanted:
             late = self._evaluations(
                 checkpoints, [Console(self.config.log.interval, self.schedule.last_step)], step
@@ -538,7 +538,7 @@ def _record_failure(file: ProgressFile) -> Iterator[None]:
             reported = StorageError(reason(error))
         kind = "" if isinstance(reported, CommandError) else f"{type(reported).__name__}: "
         with suppress(OSError):
-            file.tell("failed", message=f"{kind}{reported}")
+            file.write("failed", message=f"{kind}{reported}")
         if reported is not error:
             raise reported from None
         raise

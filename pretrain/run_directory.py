@@ -262,8 +262,8 @@ def read_fork(folder: Path) -> dict[str, Any] | None:
     with suppress(ValueError, RecursionError):
         record = json.loads(file.read_text())
         texts, numbers = ("parent", "checkpoint", "manifest_sha256"), ("step", "order_begin")
-        whole = isinstance(record, dict) and all(isinstance(record.get(key), str) for key in texts)
-        if whole and all(
+        full = isinstance(record, dict) and all(isinstance(record.get(key), str) for key in texts)
+        if full and all(
             type(record.get(key)) is int and 0 <= record[key] < 2**63 for key in numbers
         ):
             return dict(record)

@@ -123,15 +123,15 @@ class Schedule:
         if before is None or optimizer.from_step >= step:
             begin = samples + (optimizer.from_step - step) * batch if optimizer.from_step else 0
             return replace(made, rate_samples=begin, rate_end=max(end, begin + batch))
-        at, whole = before._position(samples), before.rate_end - before.rate_samples
+        at, full = before._position(samples), before.rate_end - before.rate_samples
         # A warm-up that is longer than the run planned with the earlier batch size ends in the
         # middle of that plan.
-        peak = Fraction(whole, 2) if before.warmup_samples >= whole else before.warmup_samples
+        peak = Fraction(full, 2) if before.warmup_samples >= full else before.warmup_samples
         knots: list[tuple[Samples, Samples]] = [(samples, at)]
         for there, position in (
             (samples + warmup * (1 - Fraction(at) / peak) if at < peak else samples, peak),
-            (end - decay, whole - before.decay_samples),
-            (end, whole),
+            (end - decay, full - before.decay_samples),
+            (end, full),
         ):
             if position > knots[-1][1]:
                 knots.append((min(max(there, knots[-1][0]), end), position))

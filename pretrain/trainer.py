@@ -85,11 +85,11 @@ class Trainer:
             ConfigError, StorageError: a checkpoint cannot be written.
         """
         if self.progress.passed_over and (short := self._reach_the_end()):
-            self._tell(lambda callback: callback.on_message(short))
+            self._notify(lambda callback: callback.on_message(short))
         stream = self._training()
-        self._tell(lambda callback: callback.on_restart(self.progress.step))
+        self._notify(lambda callback: callback.on_restart(self.progress.step))
         self.meter.restart()
-        stopped_by = self._requested_stop(sum_over_ranks(self._beside()))
+        stopped_by = self._requested_stop(sum_over_ranks(self._extra_numbers()))
         while self.progress.step < self.schedule.steps and stopped_by is None:
             with (
                 self.profiler(self.progress.step + 1) as traced,
@@ -124,7 +124,7 @@ class Trainer:
             self._evaluate()
         self._note_progress()
         done = "complete" if self.schedule.steps >= self.schedule.last_step else "running"
-        self.progress_file.tell("stopped" if stopped_by else done, signal=stopped_by)
+        self.progress_file.write("stopped" if stopped_by else done, signal=stopped_by)
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
     def _step(self, stream: Staged) -> tuple[StepRecord, list[float], str | None]:
@@ -143,16 +143,16 @@ class Trainer:
             found.extend([] if spike is None else [spike])
             return bool(found)
 
-        def beside() -> list[float]:
+        def extra() -> list[float]:
             # Read ahead while the device computes, unless the next step is timed: its time must
             # include the reading.
             if before.step + 1 < self.schedule.steps and not self.stragglers.due(before.step + 2):
                 stream.ahead()
-            return self._beside()
+            return self._extra_numbers()
 
         timed = self.stragglers.due(before.step + 1)
         result = self.engine.train_step(
-            stream, consumed, timed=timed, beside=beside, unwanted=unwanted if spikes else None
+            stream, consumed, timed=timed, extra=extra, unwanted=unwanted if spikes else None
         )
         recent = before.recent if spikes else ()  # outdated if train.on_spike is set later
         if spikes and not result.skipped:
@@ -172,14 +172,14 @@ class Trainer:
             lr=result.lr,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
-            peak_memory_bytes=int(max(result.beside[len(STOP) :])),
+            peak_memory_bytes=int(max(result.extra[len(STOP) :])),
             passed_over=before.passed_over,
             **self.meter.measure(self.schedule.last_step - self.progress.step, self._pauses_left()),
         )
         self._note_progress()
         if result.times is not None:
             self._compare_ranks(result.times)
-        return record, result.beside, found[0] if found else None
+        return record, result.extra, found[0] if found else None
 
     def _rewound(self, spike: str) -> bool:
         """Handle a spike; return True if training rewound to a checkpoint.
@@ -198,7 +198,7 @@ class Trainer:
             f"{last}, its documents: "
         )
         stage = f"{self.config.stages[-1].name}:" if self.config.stages else ""
-        of_sample = reason_text + self._look_up("--sample", f"{stage}{last}")
+        of_sample = reason_text + self._lookup_command("--sample", f"{stage}{last}")
         target = (
             rewinds_to(at.step, self.config.checkpoint.interval, train.spike_rewind)
             if train.on_spike == "rewind"
@@ -218,7 +218,7 @@ class Trainer:
             else None
         )
         if found is None:
-            text = f"step {at.step} skipped, {reason_text}{self._look_up('--step', at.step)}"
+            text = f"step {at.step} skipped, {reason_text}{self._lookup_command('--step', at.step)}"
         else:
             kept = found.progress
             passed_over = at.passed_over + at.consumed_samples - kept.consumed_samples
@@ -231,13 +231,13 @@ class Trainer:
                 batch_changes=at.batch_changes,
             )
             self._write_progress()
-            self._tell(lambda callback: callback.on_restart(kept.step))
+            self._notify(lambda callback: callback.on_restart(kept.step))
             text = (
                 f"step {at.step}, {of_sample}; back at {found.path}, {passed_over} samples passed "
                 "over so far"
             )
             text = "; ".join(filter(None, (text, self._reach_the_end())))
-        self._tell(lambda callback: callback.on_message(text))
+        self._notify(lambda callback: callback.on_message(text))
         alert(self.callbacks, "spike", text)
         self.meter.restart()
         return found is not None
@@ -263,10 +263,10 @@ class Trainer:
     def _compare_ranks(self, times: StepTimes) -> None:
         slowest = self.stragglers.compare(self.progress.step, times)
         values = {"ranks/slowest": float(slowest.rank), "ranks/slowest_ratio": slowest.ratio}
-        self._tell(lambda callback: callback.on_values(self.progress.step, values))
+        self._notify(lambda callback: callback.on_values(self.progress.step, values))
         if slowest.ratio > self.stragglers.limit:
             text = f"step {self.progress.step}: {slowest.message(self.stragglers.limit)}"
-            self._tell(lambda callback: callback.on_message(text))
+            self._notify(lambda callback: callback.on_message(text))
         self.meter.restart()
 
     def _evaluate(self) -> None:
@@ -276,14 +276,14 @@ class Trainer:
         loss = self.engine.evaluate(
             self._stream(self.data.valid, 0), self.config.train.eval_batches
         )
-        self._tell(lambda callback: callback.on_eval(self.progress.step, {"valid_loss": loss}))
+        self._notify(lambda callback: callback.on_eval(self.progress.step, {"valid_loss": loss}))
         self.meter.restart("validation")
 
     def _save(self, *, needed: bool) -> None:
         self.checkpoints.save(self.engine, self.progress, self.content_keys, needed=needed)
         self.meter.restart("save")
 
-    def _beside(self) -> list[float]:
+    def _extra_numbers(self) -> list[float]:
         """Return the numbers that the step's single all-reduce sums in addition to the loss.
 
         They are one flag per stop signal (1 for the first signal that this rank received), then one
@@ -310,8 +310,8 @@ class Trainer:
     def _write_progress(self) -> None:
         """Write "running" to progress.json if the state or the last checkpoint changed."""
         self._note_progress()
-        if self.progress_file.told != ("running", self.checkpoints.last):
-            self.progress_file.tell("running")
+        if self.progress_file.written != ("running", self.checkpoints.last):
+            self.progress_file.write("running")
 
     def _training(self) -> Staged:
         at = self.progress
@@ -345,16 +345,16 @@ class Trainer:
         }
 
     def _log_step(self, record: StepRecord, seen: dict[str, float], traced: list[str]) -> None:
-        self._tell(lambda callback: callback.on_step(record))
+        self._notify(lambda callback: callback.on_step(record))
         if seen:
-            self._tell(lambda callback: callback.on_values(record.step, seen))
+            self._notify(lambda callback: callback.on_values(record.step, seen))
         for callback in self.callbacks:
             for text in traced:
                 callback.on_message(text)
         if seen or traced:
             self.meter.restart()
 
-    def _tell(self, what: Callable[[Callback], None]) -> None:
+    def _notify(self, what: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:
             what(callback)
 
@@ -385,10 +385,10 @@ class Trainer:
         return (
             f"the {what} for {bad} steps in a row (up to step {record.step}); {back}, with a "
             f"lower optimizer.lr, or inspect the data from step {first} on: "
-            f"{self._look_up('--step', first)}{level}"
+            f"{self._lookup_command('--step', first)}{level}"
         )
 
-    def _look_up(self, *which: object) -> str:
+    def _lookup_command(self, *which: object) -> str:
         """Return the shell command that prints the documents of a step or sample."""
         return shlex.join(
             ["python", "-m", "tools.tokens", str(self.checkpoints.folder.parent), *map(str, which)]

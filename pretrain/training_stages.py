@@ -125,10 +125,10 @@ class Part:
         A blend reserves a few extra samples per source.
         """
         sources, length = self.config.data.train, self.config.data.seq_length
-        whole = sum(source.weight for source in sources)
+        full = sum(source.weight for source in sources)
         more = len(sources) if len(sources) > 1 else 0
         return {
-            source.prefix: (math.ceil(self.samples * source.weight / whole) + more) * length + 1
+            source.prefix: (math.ceil(self.samples * source.weight / full) + more) * length + 1
             for source in sources
         }
 
@@ -220,8 +220,8 @@ def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
     for part, plan in plans:
         data, optimizer, schedule = part.config.data, part.config.optimizer, part.own
         tokens = schedule.steps * schedule.step_tokens
-        whole = sum(source.weight for source in data.train)
-        blend = ", ".join(f"{source.weight / whole:.0%} {source.prefix}" for source in data.train)
+        full = sum(source.weight for source in data.train)
+        blend = ", ".join(f"{source.weight / full:.0%} {source.prefix}" for source in data.train)
         rates = (
             f"{optimizer.schedule} {optimizer.lr:g} to {optimizer.min_lr:g}"
             if part.own_rates

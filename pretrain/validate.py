@@ -141,8 +141,8 @@ def _staged_mistakes(
     if (wrong := list(check_stages(config))) or before:
         return [("stages", ConfigError(text)) for text in wrong]
     mistakes, parts = list[Mistake](), parts_of(config)
-    whole = replace(config, stages=(), train=replace(config.train, steps=parts[0].run[0]))
-    for text in [] if all(part.own_rates for part in parts) else _check_lengths(whole, world_size):
+    full = replace(config, stages=(), train=replace(config.train, steps=parts[0].run[0]))
+    for text in [] if all(part.own_rates for part in parts) else _check_lengths(full, world_size):
         mistakes.append(("optimizer", ConfigError(text)))
     for part in parts:
         optimizer = part.config.optimizer if part.own_rates else _CONSTANT
@@ -425,8 +425,8 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
     if not one_length or doubled or idle:
         return
     schedule = Schedule.of(config)
-    room = schedule.steps - optimizer.from_step
-    if room < 1:
+    remaining_steps = schedule.steps - optimizer.from_step
+    if remaining_steps < 1:
         yield (
             f"optimizer.from_step = {optimizer.from_step} leaves no step of a run of "
             f"{schedule.steps}; at most {schedule.steps - 1}"
@@ -434,14 +434,20 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     warmup = schedule.warmup_samples // schedule.batch_samples
     decay = schedule.decay_samples // schedule.batch_samples
-    if warmup >= room and warmup:
-        yield _too_long("warmup", warmup, room - 1, optimizer.warmup_tokens, schedule)
-    if optimizer.schedule == "wsd" and warmup + decay > room:
-        yield _too_long("decay", decay, room - warmup, optimizer.decay_tokens, schedule)
+    if warmup >= remaining_steps and warmup:
+        yield _too_long("warmup", warmup, remaining_steps - 1, optimizer.warmup_tokens, schedule)
+    if optimizer.schedule == "wsd" and warmup + decay > remaining_steps:
+        yield _too_long("decay", decay, remaining_steps - warmup, optimizer.decay_tokens, schedule)
 
 
-def _too_long(name: str, steps: int, room: int, tokens: int | None, schedule: Schedule) -> str:
-    given, largest = (steps, room) if tokens is None else (tokens, room * schedule.step_tokens)
+def _too_long(
+    name: str, steps: int, remaining_steps: int, tokens: int | None, schedule: Schedule
+) -> str:
+    given, largest = (
+        (steps, remaining_steps)
+        if tokens is None
+        else (tokens, remaining_steps * schedule.step_tokens)
+    )
     key = f"optimizer.{name}_{'steps' if tokens is None else 'tokens'}"
     return (
         f"{key} = {given} does not fit: {steps} steps of {name} in a run of {schedule.steps} "

@@ -64,14 +64,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.draw import read_durations
 
     here, seconds = Path(__file__).parent, read_durations()["quick files"]
-    places = {room: place for place, room in enumerate(ROOMS)}
+    places = {folder: place for place, folder in enumerate(ROOMS)}
 
     def place(item: pytest.Item) -> tuple[bool, float, int]:
-        room = item.path.relative_to(here).parts[0]
+        folder = item.path.relative_to(here).parts[0]
         return (
-            room != ROOMS[0],
+            folder != ROOMS[0],
             -seconds.get(f"tests/{item.path.relative_to(here)}", 0.0),
-            places.get(room, len(ROOMS)),
+            places.get(folder, len(ROOMS)),
         )
 
     items.sort(key=place)

@@ -113,7 +113,7 @@ parsed = functools.cache(ast.parse)  # cached because every rule reads every fil
 walked = functools.cache(lambda text: list(ast.walk(parsed(text))))
 
 
-def of_rooms() -> Sources:
+def source_files() -> Sources:
     """Return the Python files that are not tests."""
     return {name: text for name, text in python_sources().items() if name.split("/")[0] in ROOMS}
 
@@ -150,10 +150,10 @@ def imports_against_the_stream(sources: Sources) -> list[str]:
     """Find imports of a package that is not below the importing one, or of the tests."""
     faults = []
     for name, text in sources.items():
-        room = name.split("/")[0]
-        barred = {*ROOMS, "tests"} - ROOMS[room] - {room}
+        top_folder = name.split("/")[0]
+        barred = {*ROOMS, "tests"} - ROOMS[top_folder] - {top_folder}
         faults += [
-            f"{name}:{line}: {room} imports {module}"
+            f"{name}:{line}: {top_folder} imports {module}"
             for line, module in imported(name, text)
             if module.split(".")[0] in barred
         ]
@@ -385,16 +385,20 @@ def wide_prose(sources: Sources) -> list[str]:
 # --- the repository follows the rules -------------------------------------------------------------
 
 
-def test_every_room_has_a_rule_and_a_first_page() -> None:
-    rooms = {name.split("/")[0] for name in python_sources() if "/" in name} - {"tests"}
-    assert rooms == set(ROOMS)
-    pages = [f"{room}/{page}" for room in sorted(rooms) for page in ("__init__.py", "README.md")]
+def test_every_folder_has_a_rule_and_a_first_page() -> None:
+    top_folders = {name.split("/")[0] for name in python_sources() if "/" in name} - {"tests"}
+    assert top_folders == set(ROOMS)
+    pages = [
+        f"{top_folder}/{page}"
+        for top_folder in sorted(top_folders)
+        for page in ("__init__.py", "README.md")
+    ]
     assert {*pages, "configs/README.md", "tests/README.md"} <= set(repository_files())
     # The docstring describes the package and what must not be added to it.
     assert [
-        room
-        for room in sorted(rooms)
-        if not ast.get_docstring(ast.parse(python_sources().get(f"{room}/__init__.py", "")))
+        top_folder
+        for top_folder in sorted(top_folders)
+        if not ast.get_docstring(ast.parse(python_sources().get(f"{top_folder}/__init__.py", "")))
     ] == []
 
 
@@ -412,12 +416,12 @@ def everything() -> Sources:
 @pytest.mark.parametrize(
     ("rule", "sources"),
     [
-        (imports_against_the_stream, of_rooms),
-        (knows_cuda, of_rooms),
-        (patches_a_library, of_rooms),
-        (own_exit_code, of_rooms),
-        (own_list_of_secrets, of_rooms),
-        (undocumented, of_rooms),
+        (imports_against_the_stream, source_files),
+        (knows_cuda, source_files),
+        (patches_a_library, source_files),
+        (own_exit_code, source_files),
+        (own_list_of_secrets, source_files),
+        (undocumented, source_files),
         (too_long, python_sources),
         (not_plain, python_sources),
         (names_a_machine, everything),
@@ -531,12 +535,12 @@ def loaded_after(
     return printed(sys.executable, "-c", code)
 
 
-def modules_of(room: str) -> list[str]:
+def modules_of(top_folder: str) -> list[str]:
     """Return a package's modules by their dotted names, without commands."""
     names = [
         name.removesuffix(".py").replace("/", ".")
-        for name in of_rooms()
-        if name.startswith(f"{room}/")
+        for name in source_files()
+        if name.startswith(f"{top_folder}/")
     ]
     return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
 
@@ -631,7 +635,7 @@ def test_every_third_party_import_is_declared() -> None:
     known = {*sys.stdlib_module_names, *ROOMS}
     used = {
         module.split(".")[0]
-        for name, text in of_rooms().items()
+        for name, text in source_files().items()
         for _, module in imported(name, text)
     } - known
     declared = set(requirements("gpu", "deepspeed", "eval"))

@@ -34,7 +34,7 @@ class Wording:
     def __init__(
         self, test: str, expected: list[str], updating: bool, names: dict[str, str]
     ) -> None:
-        self.test, self.expected, self.updating, self.names, self.heard = (
+        self.test, self.expected, self.updating, self.names, self.recorded = (
             test,
             expected,
             updating,
@@ -51,9 +51,9 @@ class Wording:
             {**self.names, **names}.items(), key=lambda item: -len(str(item[1]))
         ):
             output = output.replace(str(value), word)
-        self.heard.append(output)
+        self.recorded.append(output)
         if not self.updating:
-            index = len(self.heard) - 1
+            index = len(self.recorded) - 1
             assert index < len(self.expected), (
                 f"not in tests/wording.yaml (pytest --update-wording writes it): {output}"
             )
@@ -65,19 +65,19 @@ def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wording]
     """Golden texts of this test; the test's folder is written as TMP, the repository's as ROOT."""
     test = request.node.nodeid.removeprefix("tests/")
     updating = request.config.getoption("--update-wording")
-    heard = Wording(
+    recorded = Wording(
         test,
         [] if updating else _golden(request.config).get(test, []),
         updating,
         {"TMP": str(tmp_path), "ROOT": str(ROOT)},
     )
-    yield heard
+    yield recorded
     if updating:
-        _rewrite(test, heard.heard)
+        _rewrite(test, recorded.recorded)
     elif not request.session.shouldfail:
-        assert len(heard.heard) == len(heard.expected) or request.node.stash.get(_FAILED, False), (
-            "tests/wording.yaml expects more to be said"
-        )
+        assert len(recorded.recorded) == len(recorded.expected) or request.node.stash.get(
+            _FAILED, False
+        ), "tests/wording.yaml expects more to be said"
 
 
 _FAILED = pytest.StashKey[bool]()
@@ -90,11 +90,11 @@ def _golden(config: pytest.Config) -> dict[str, list[str]]:
     return config.stash[_READ]
 
 
-def _rewrite(test: str, heard: list[str]) -> None:
+def _rewrite(test: str, recorded: list[str]) -> None:
     """Write one test's texts to the golden file; several test processes may do so at once."""
     with GOLDEN.open("a+", encoding="utf-8") as golden:
         fcntl.flock(golden, fcntl.LOCK_EX)
-        texts = dict(sorted({**read_golden(), test: heard}.items()))
+        texts = dict(sorted({**read_golden(), test: recorded}.items()))
         golden.truncate(0)
         golden.write(yaml.dump(texts, width=130, allow_unicode=True, sort_keys=False))
 

@@ -266,9 +266,9 @@ class Selection:
             return
         columns = {name: rows.batch.column(name) for name in self.mask.columns}
         columns |= {settings.id_column: ids, settings.text_column: texts}
-        whole = len(kept) == len(verdict)
+        full = len(kept) == len(verdict)
         columns = {
-            name: column if whole else column.take(pa.array(kept))
+            name: column if full else column.take(pa.array(kept))
             for name, column in columns.items()
         }
         if settings.id_column != settings.text_column:
@@ -293,7 +293,7 @@ class Selection:
         )
         listed = np.flatnonzero(
             np.isin(
-                verdict, [1 + REASONS.index(reason) for reason in dropped if not reason.asked_for]
+                verdict, [1 + REASONS.index(reason) for reason in dropped if not reason.requested]
             )
         )
         bad = [

@@ -76,7 +76,7 @@ def run_units(
         for _ in range(min(workers, len(waiting))):
             crew.hire(waiting.popleft())
         while crew.workers:
-            for worker in crew.heard():
+            for worker in crew.ready():
                 message = worker.receive()
                 if isinstance(message, Step):
                     board.step(worker.unit, message.read, message.tally)
@@ -163,7 +163,7 @@ class _Crew:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.workers.append(_Worker(process, ours, unit))
 
-    def heard(self) -> list[_Worker]:
+    def ready(self) -> list[_Worker]:
         """Return the workers that have sent a message or have ended.
 
         The call waits for at most TICK_SECONDS; then the list is empty.

@@ -236,7 +236,7 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
     for entry in entries:
         rows += entry.rows
         for reason, number in entry.dropped.items():
-            if not Drop(reason).asked_for:
+            if not Drop(reason).requested:
                 dropped[Drop(reason)] += number
         places += list(_places(plan, entry))
     path = out / BAD_ROWS

@@ -38,9 +38,9 @@ def read(kind: Any, value: Any) -> Any:
     if is_dataclass(kind):
         return _record(kind, value)
     if kind in (int, float):
-        whole = isinstance(value, int) and not isinstance(value, bool)
+        full = isinstance(value, int) and not isinstance(value, bool)
         if (
-            not (whole or (kind is float and isinstance(value, float)))
+            not (full or (kind is float and isinstance(value, float)))
             or abs(value) > LARGEST
             or (kind is int and value < 0)
         ):

@@ -473,28 +473,28 @@ def _sample(sample: Json) -> Iterator[str]:
         )
 
 
-def _estimate(files: Json, sample: Json, whole: Json) -> Iterator[str]:
-    share = whole["share_of_text"]
+def _estimate(files: Json, sample: Json, full: Json) -> Iterator[str]:
+    share = full["share_of_text"]
     basis = (
         "read to the end" if sample["whole"] else f"estimated from {100 * share:.3g}% of the text"
     )
-    rows = "" if files["rows"] is not None else f"{count(whole['rows'])} rows, "
-    tokens = f", {count(whole['tokens'])} tokens with EOD" if "tokens" in whole else ""
+    rows = "" if files["rows"] is not None else f"{count(full['rows'])} rows, "
+    tokens = f", {count(full['tokens'])} tokens with EOD" if "tokens" in full else ""
     about = "" if sample["whole"] else "about "
     yield (
-        f"all ({basis}): {about}{rows}{count(whole['documents'])} documents, "
-        f"{size(whole['text_bytes'])} of text{tokens}"
+        f"all ({basis}): {about}{rows}{count(full['documents'])} documents, "
+        f"{size(full['text_bytes'])} of text{tokens}"
     )
-    if "tokens" in whole:
-        disk = size(whole["bin_bytes"] + whole["idx_bytes"])
+    if "tokens" in full:
+        disk = size(full["bin_bytes"] + full["idx_bytes"])
         yield (
-            f"  disk: {size(whole['bin_bytes'])} .bin and {size(whole['idx_bytes'])} .idx; twice "
+            f"  disk: {size(full['bin_bytes'])} .bin and {size(full['idx_bytes'])} .idx; twice "
             f"that until the merge ({disk} more)"
         )
-        wall = duration(3600 * whole["hours"])
-        workers = counted(whole["workers"], "worker")
+        wall = duration(3600 * full["hours"])
+        workers = counted(full["workers"], "worker")
         yield (
-            f"  time: {_hours(whole['core_hours'])} on this machine's cores: {wall} with "
+            f"  time: {_hours(full['core_hours'])} on this machine's cores: {wall} with "
             f"{workers}, downloads and writing not counted"
         )
     elif sample["documents"]:

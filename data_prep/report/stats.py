@@ -49,13 +49,13 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(as_text(folder, manifest, lengths)))
     if arguments.picture is not None:
-        whole = joined(lengths.values())
+        full = joined(lengths.values())
         title = (
-            f"{folder.resolve().name}: {whole.total:,} documents, {whole.tokens:,} tokens, "
+            f"{folder.resolve().name}: {full.total:,} documents, {full.tokens:,} tokens, "
             f"{_bytes_per_token(manifest):.2f} bytes per token"
         )
         make_folder(arguments.picture.parent)
-        write_atomically(arguments.picture, draw_lengths(whole, title))
+        write_atomically(arguments.picture, draw_lengths(full, title))
         print(f"{arguments.picture}: written", file=sys.stderr)
     return 0
 
@@ -97,12 +97,12 @@ def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> Js
         }
         for name, entry in manifest.splits.items()
     }
-    whole = {
+    full = {
         "bytes_per_token": _bytes_per_token(manifest),
         "lengths": _distribution(joined(lengths.values())),
     }
     source = {"rows": manifest.source.rows, "dropped": manifest.source.dropped}
-    return {"folder": str(folder), "splits": splits, "all": whole, **source}
+    return {"folder": str(folder), "splits": splits, "all": full, **source}
 
 
 def _distribution(lengths: Lengths) -> Json:
@@ -148,20 +148,20 @@ def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> It
             f"{row}{values.tokens / values.total:>9,.0f}{values.quantile(0.5):>9,}"
             f"{int(values.values[-1]):>11,}"
         )
-    whole = joined(lengths.values())
+    full = joined(lengths.values())
     yield (
         f"{'':8}"
         + "".join(f"{f'{100 * share:g}%':>9}" for share in QUANTILES)
         + "  of all documents are no longer than"
     )
-    yield f"{'':8}" + "".join(f"{whole.quantile(share):>9,}" for share in QUANTILES) + "  tokens"
+    yield f"{'':8}" + "".join(f"{full.quantile(share):>9,}" for share in QUANTILES) + "  tokens"
     yield f"{'at most':>10} tokens{'of documents':>15}{'of tokens':>12}"
-    longest = int(whole.values[-1])
+    longest = int(full.values[-1])
     for number, mark in enumerate(MARKS):
         if number == 0 or MARKS[number - 1] < longest:
-            documents, tokens = whole.at_most(mark)
+            documents, tokens = full.at_most(mark)
             yield f"{mark:>10,}       {documents:>15.2%}{tokens:>12.2%}"
     rows, drops = manifest.source.rows, manifest.source.dropped
-    yield f"{rows:,} rows = {whole.total:,} documents + {rows - whole.total:,} dropped"
+    yield f"{rows:,} rows = {full.total:,} documents + {rows - full.total:,} dropped"
     for reason, number in drops.items():
         yield f"{number:>12,} {reason} ({number / rows:.3%})"

@@ -187,7 +187,9 @@ def kind_of(path: str, file: BinaryIO) -> str:
         raise UserError(f"{path} is empty")
     named, kind = kind_by_name(path.rsplit("/", 1)[-1]), _kind_by_content(begin)
     if kind is None:
-        raise UserError(f"{path} is not a {named or 'parquet or JSONL'} file: it {_looks(begin)}")
+        raise UserError(
+            f"{path} is not a {named or 'parquet or JSONL'} file: it {_probable_format(begin)}"
+        )
     if named is not None and named != kind:
         raise UserError(f"{path} is not a {named} file: its content is {kind}; rename it")
     return kind
@@ -214,7 +216,7 @@ def _kind_by_content(begin: bytes) -> str | None:
     return "jsonl" if text[:1] == b"{" or not text else None
 
 
-def _looks(begin: bytes) -> str:
+def _probable_format(begin: bytes) -> str:
     """Return a message part with the probable format of an unsupported file and what to do."""
     known = NO_TEXT | {
         b"<": "looks like an HTML or XML page; download the file again",

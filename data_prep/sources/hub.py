@@ -125,14 +125,14 @@ class HubFile(io.RawIOBase):
         address, fetch = file.url(), file.cache.fetcher
         file.url = lambda: address  # file.url() requests the file's metadata at each call
 
-        def whole(start: int, end: int) -> bytes:
+        def fetch_exactly(start: int, end: int) -> bytes:
             data: bytes = fetch(start, end := min(end, file.size))
             if len(data) != end - start:
                 came = f"{len(data)} bytes of {self._path} received, {end - start} requested"
                 raise UserError(f"{self._repository}: {came}; first {self._repository.download}")
             return data
 
-        file.cache.fetcher = whole
+        file.cache.fetcher = fetch_exactly
         return file
 
     def readable(self) -> bool:

@@ -66,11 +66,11 @@ def patiently(
         try:
             return call()
         except failures as error:
-            asked = _requested_seconds(error)
-            if wait is None or not _passes(error) or asked > LONGEST_ASKED:
+            requested = _requested_seconds(error)
+            if wait is None or not _passes(error) or requested > LONGEST_ASKED:
                 raise explain(error, repository) from None
             # Random, so that workers do not retry simultaneously.
-            seconds = max(asked, wait * random.uniform(0.7, 1.3))
+            seconds = max(requested, wait * random.uniform(0.7, 1.3))
             if seconds >= SAID_FROM:
                 print(
                     f"data_prep: {explain(error, repository)} (trying again in {seconds:.0f} s)",

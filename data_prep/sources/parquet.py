@@ -238,8 +238,8 @@ def _joined(pieces: list[pa.RecordBatch], columns: Columns) -> pa.RecordBatch:
     together = list(zip(*(piece.columns for piece in pieces), strict=True))
     arrays = [parts[0] if len(parts) == 1 else pa.concat_arrays(parts) for parts in together]
     for i in range(1 if columns.id == columns.text else 2):
-        whole = arrays[i].cast(pa.string()) if pa.types.is_integer(arrays[i].type) else arrays[i]
-        arrays[i] = whole.cast(pa.large_binary())
+        full = arrays[i].cast(pa.string()) if pa.types.is_integer(arrays[i].type) else arrays[i]
+        arrays[i] = full.cast(pa.large_binary())
     return pa.RecordBatch.from_arrays(arrays, names=list(columns.all))
 
 

@@ -202,7 +202,7 @@ class Drop(StrEnum):
     MASKED = "masked"
 
     @property
-    def asked_for(self) -> bool:
+    def requested(self) -> bool:
         """True if the reason is a filter that the user requested.
 
         Filtered rows do not count against ``--max-bad``, unlike faulty rows.
@@ -260,7 +260,7 @@ class Tally:
     @property
     def bad(self) -> int:
         """Number of rows dropped because of a fault."""
-        return sum(number for reason, number in self.dropped.items() if not reason.asked_for)
+        return sum(number for reason, number in self.dropped.items() if not reason.requested)
 
     def __iadd__(self, other: Tally) -> Tally:
         self.rows += other.rows

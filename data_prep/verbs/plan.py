@@ -266,8 +266,8 @@ def _is_inside(file: str, places: Iterable[Path]) -> bool:
     """Return True if ``file``, or the target of this link, is at or below one of ``places``."""
     path = Path(file)
     return any(
-        lies.is_relative_to(place)
-        for lies in {path.parent.resolve() / path.name, path.resolve()}
+        location.is_relative_to(place)
+        for location in {path.parent.resolve() / path.name, path.resolve()}
         for place in places
     )
 

@@ -94,7 +94,7 @@ class Task:
 
     index: int
     tasks: int
-    told_by: str
+    source_of_index: str
 
     def has(self, unit: Unit) -> bool:
         """Return True if a unit belongs to this task."""
@@ -124,26 +124,28 @@ def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]
             int(environment.get(f"SLURM_ARRAY_TASK_{name}") or default)
             for name, default in (("MIN", 0), ("STEP", 1))
         )
-        whole = int(environment["SLURM_ARRAY_TASK_COUNT"])
+        full = int(environment["SLURM_ARRAY_TASK_COUNT"])
     except (KeyError, ValueError):
         raise UserError(
             "SLURM_ARRAY_TASK_ID is set and SLURM_ARRAY_TASK_COUNT is not; give --task-id "
             "and --tasks"
         ) from None
     index, rest = divmod(number - first, max(step, 1))
-    if rest or not 0 <= index < whole:
+    if rest or not 0 <= index < full:
         raise UserError(
-            f"SLURM_ARRAY_TASK_ID is {number}, not one of {whole} tasks from {first} in "
+            f"SLURM_ARRAY_TASK_ID is {number}, not one of {full} tasks from {first} in "
             f"steps of {step}: for an array with gaps, give --tasks"
         )
-    return Task(index, whole, "SLURM_ARRAY_TASK_ID")
+    return Task(index, full, "SLURM_ARRAY_TASK_ID")
 
 
-def _checked(index: int, tasks: int, told_by: str) -> Task:
+def _checked(index: int, tasks: int, source_of_index: str) -> Task:
     check_least("tasks", tasks)
     if not 0 <= index < tasks:
-        raise UserError(f"{told_by} is {index}; of {tasks} tasks it must be 0 to {tasks - 1}")
-    return Task(index, tasks, told_by)
+        raise UserError(
+            f"{source_of_index} is {index}; of {tasks} tasks it must be 0 to {tasks - 1}"
+        )
+    return Task(index, tasks, source_of_index)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -219,7 +221,7 @@ def encode(
     already checked that the inputs have not changed. Raises UserError.
     """
     mine = [unit for unit in plan.units if task is None or task.has(unit)]
-    whose = f"task {task.index} of {task.tasks} ({task.told_by}), " if task else ""
+    whose = f"task {task.index} of {task.tasks} ({task.source_of_index}), " if task else ""
     (out / SHARDS).mkdir(exist_ok=True)
     for folder in (out, out / SHARDS):
         remove_leftovers(folder)

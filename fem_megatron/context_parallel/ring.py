@@ -77,7 +77,7 @@ def softmax_read(
             implementation=implementation,
         )
 
-    return context.apart(read, q, k, v, lam, gate, each=(beta,), keys=(1, 2))
+    return context.per_document(read, q, k, v, lam, gate, each=(beta,), keys=(1, 2))
 
 
 def _by_ring(
@@ -151,10 +151,8 @@ class _Ring(torch.autograd.Function):
                 own, k[:, :, columns], v[:, :, columns], causal, ctx.scale, next(kept)
             )
             dq[:, :, rows] += found[0]
-            for whole, part in zip(held, found[1:], strict=True):
-                whole[:, :, columns] += (
-                    part.to(whole.dtype).unflatten(1, (whole.shape[1], -1)).sum(2)
-                )
+            for full, part in zip(held, found[1:], strict=True):
+                full[:, :, columns] += part.to(full.dtype).unflatten(1, (full.shape[1], -1)).sum(2)
             # The gradients follow the keys and values and end at the rank that owns them.
             held[:] = ctx.ranks.shift(held)()
 

@@ -87,9 +87,11 @@ class Crossing:
         )
         gradients = tokens * self.ring * training.ranks * training.wide
         states = training.micro_batch * ((forward + 1) * 2 * self.states + forward * self.span)
-        return self.beside(training, again=again) + gradients + others * (tokens * token + states)
+        return (
+            self.overlapped(training, again=again) + gradients + others * (tokens * token + states)
+        )
 
-    def beside(self, training: Training, *, again: bool = False) -> float:
+    def overlapped(self, training: Training, *, again: bool = False) -> float:
         """Return the bytes of ``sent`` that overlap with the attention: a ring's keys and values.
 
         The ring's gradients and all other traffic do not overlap.

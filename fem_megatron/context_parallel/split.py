@@ -83,12 +83,12 @@ def own_chunks(size: int, rank: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def own_tokens(whole: Tensor, size: int, rank: int, time: int) -> Tensor:
+def own_tokens(full: Tensor, size: int, rank: int, time: int) -> Tensor:
     """Return a rank's tokens of a tensor with all tokens along ``time``.
 
     The number of tokens must be a multiple of 2 ``size``.
     """
-    chunks = whole.chunk(2 * size, time)
+    chunks = full.chunk(2 * size, time)
     return torch.cat([chunks[number] for number in own_chunks(size, rank)], time)
 
 
@@ -119,10 +119,10 @@ class SequenceSplit:
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of this rank's ``length`` tokens in the sequence, [length] int64."""
-        whole = torch.arange(length * self.ranks.size, device=device)
-        return own_tokens(whole, self.ranks.size, self.ranks.rank, 0)
+        full = torch.arange(length * self.ranks.size, device=device)
+        return own_tokens(full, self.ranks.size, self.ranks.rank, 0)
 
-    def apart(
+    def per_document(
         self,
         read: Read,
         given: Given,
@@ -151,11 +151,11 @@ class SequenceSplit:
             )
 
         def gathered(*given: Tensor | None) -> Tensor:
-            whole = [
+            full = [
                 t if t is None or place not in keys else self._all_tokens(t, dims.time)
                 for place, t in enumerate(given)
             ]
-            return self._by_chunks(read, whole, each, keys, dims.time)
+            return self._by_chunks(read, full, each, keys, dims.time)
 
         if not torch.is_grad_enabled():
             return gathered(*given)
@@ -243,13 +243,13 @@ class SequenceSplit:
         self, read: Read, given: Given, each: Given, dims: Dims, context: Context
     ) -> Tensor:
         heads = max(t.shape[dims.heads] for t in given if t is not None)
-        whole = [None if t is None else self._own_heads(t, dims, heads) for t in given]
+        full = [None if t is None else self._own_heads(t, dims, heads) for t in given]
         mine = [
             t if t is None or t.shape[0] == 1 else t.chunk(self.ranks.size)[self.ranks.rank]
             for t in each
         ]
-        out = context.apart(
-            read, *whole, each=mine, batch=dims.batch, time=dims.time, heads=dims.heads
+        out = context.per_document(
+            read, *full, each=mine, batch=dims.batch, time=dims.time, heads=dims.heads
         )
         parts = self._by_rank(out.movedim((dims.time, dims.heads), (0, 1)))
         return (

@@ -33,9 +33,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
         ctx.group, own = group, own.contiguous()
-        whole = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
-        torch.distributed.all_gather_into_tensor(whole, own, group=group)
-        return whole.view(group.size(), *own.shape)
+        full = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
+        torch.distributed.all_gather_into_tensor(full, own, group=group)
+        return full.view(group.size(), *own.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

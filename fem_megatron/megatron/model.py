@@ -271,5 +271,5 @@ def _draw(weight: torch.nn.Parameter, name: str, init: Normal, seed: int) -> Non
     dim = weight.partition_dim if split else 0  # type: ignore[attr-defined]
     shape = list(weight.shape)
     shape[dim] *= size if split else 1
-    whole = start(name, tuple(shape), init, seed)
-    weight.copy_(whole.chunk(size, dim)[rank] if split else whole)
+    full = start(name, tuple(shape), init, seed)
+    weight.copy_(full.chunk(size, dim)[rank] if split else full)

@@ -87,8 +87,8 @@ def _kept_on_host(module: nn.Module) -> Iterator[None]:
         if isinstance(kept, Tensor):
             return kept
         flat = kept.sent.again()
-        whole = flat[: len(flat) // kept.dtype.itemsize * kept.dtype.itemsize].view(kept.dtype)
-        return whole.as_strided(kept.size, kept.stride, kept.offset)
+        full = flat[: len(flat) // kept.dtype.itemsize * kept.dtype.itemsize].view(kept.dtype)
+        return full.as_strided(kept.size, kept.stride, kept.offset)
 
     try:
         with saved_tensors_hooks(pack, unpack):

@@ -597,10 +597,10 @@ def _l2_norm(
     parts = []
     for tensor in tensor_lists[0]:
         flat = tensor.reshape(-1)
-        whole = flat.numel() // 1024 * 1024
+        full = flat.numel() // 1024 * 1024
         parts += [
-            torch.linalg.vector_norm(flat[:whole].view(-1, 1024), dim=1),
-            torch.linalg.vector_norm(flat[whole:]).view(1),
+            torch.linalg.vector_norm(flat[:full].view(-1, 1024), dim=1),
+            torch.linalg.vector_norm(flat[full:]).view(1),
         ]
     return torch.cat(parts).double().norm().float().view(1), None
 

@@ -55,9 +55,9 @@ class _Sum(torch.autograd.Function):
 def _sum(x: Tensor, group: Any) -> Tensor:
     if group.size() == 1:
         return x
-    whole = x.clone(memory_format=torch.contiguous_format)
-    torch.distributed.all_reduce(whole, group=group)
-    return whole
+    full = x.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(full, group=group)
+    return full
 
 
 class TensorParallel(Parallel):
@@ -111,9 +111,9 @@ class TensorParallel(Parallel):
             return others(whole), y
 
         def made(x: Tensor) -> tuple[list[Tensor], Tensor]:
-            whole = self.enter(x)
+            full = self.enter(x)
             # The product is last, so that the recomputation ends at its inputs.
-            return others(whole), nn.functional.linear(whole, weight)
+            return others(full), nn.functional.linear(full, weight)
 
         # no RNG state: the operations are deterministic
         found: tuple[list[Tensor], Tensor] = checkpoint(
@@ -130,8 +130,8 @@ class TensorParallel(Parallel):
     def gather(self, part: Tensor) -> Tensor:
         return mappings.gather_from_tensor_model_parallel_region(part, self.group)
 
-    def share(self, whole: Tensor) -> Tensor:
-        shared: Tensor = _Share.apply(whole, self.group)
+    def share(self, full: Tensor) -> Tensor:
+        shared: Tensor = _Share.apply(full, self.group)
         return shared
 
     def total(self, partial: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def short_convolution(
     def read(valid: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _convolved(x, weight, bias, valid, context, name)
 
-    return context.apart(read, x, each=(weight, bias), passes=True, batch=1, time=0, heads=2)
+    return context.per_document(read, x, each=(weight, bias), passes=True, batch=1, time=0, heads=2)
 
 
 def _convolved(

@@ -213,8 +213,10 @@ def read_past(
     base = _running_sums(logits[-1], (one, v, u), base_past)
     joint = _running_sums(logits[-1] + beta * v, (one,), past_joint)
     mean, z = base[2] / counted(base[1]), base[3] / counted(base[1])
-    apart = (joint[0] - base[0] + counted(joint[1]).log() - counted(base[1]).log()) / beta - mean
-    gap = torch.where(far, apart, excess_gap(mean, z, beta, centre))
+    free_energy_part = (
+        joint[0] - base[0] + counted(joint[1]).log() - counted(base[1]).log()
+    ) / beta - mean
+    gap = torch.where(far, free_energy_part, excess_gap(mean, z, beta, centre))
     sums = _running_sums(logits[0], (one, v), past) if own else base[:3]
     after = [
         sums,
@@ -250,8 +252,8 @@ def read_all(
     total, joint_total = (counted(w.sum(2, keepdim=True)) for w in (weight, joint))
     u, far = excess_stream(v, beta, centre)
     mean, z = ((weight * x).sum(2, keepdim=True) / total for x in (v, u))
-    apart = (joint_top - top + joint_total.log() - total.log()) / beta - mean
-    gap = torch.where(far.any(2, keepdim=True), apart, excess_gap(mean, z, beta, centre))
+    free_energy_part = (joint_top - top + joint_total.log() - total.log()) / beta - mean
+    gap = torch.where(far.any(2, keepdim=True), free_energy_part, excess_gap(mean, z, beta, centre))
     return mu.expand_as(v), (gap if len(logits) == 1 else gap + (mean - mu)).expand_as(v)
 
 

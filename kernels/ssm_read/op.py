@@ -321,11 +321,11 @@ def _read(
     mu = sums[0] / total
     if beta is None:
         return mu, None
-    apart = (top + counted(sums[1 + normalise]).log() - total.log()) / beta[:, None] - mu
+    free_energy = (top + counted(sums[1 + normalise]).log() - total.log()) / beta[:, None] - mu
     return mu, (
-        apart
+        free_energy
         if far is None
-        else torch.where(far, apart, excess_gap(mu, sums[3] / total, beta[:, None], centre))
+        else torch.where(far, free_energy, excess_gap(mu, sums[3] / total, beta[:, None], centre))
     )
 
 

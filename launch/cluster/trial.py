@@ -108,7 +108,7 @@ def on_slurm(job: Job, wait_seconds: float, report: Callable[[str], None]) -> Ou
         while over is None or time.monotonic() - over < (
             MORE_SECONDS if logs(outcome) else END_SECONDS
         ):
-            look(outcome)
+            read_files(outcome)
             attempt = last_attempt(outcome) or {}
             state = slurm.queue([job_id]).get(job_id)
             # COMPLETING can last long, because Slurm waits for a node that hangs. Do not wait for
@@ -176,11 +176,11 @@ def here(
             )
         except subprocess.TimeoutExpired:
             outcome.trouble = f"the trial had not ended after {limit:.0f} s and was stopped"
-    look(outcome)
+    read_files(outcome)
     return explained(outcome, "the trial")
 
 
-def look(outcome: Outcome) -> None:
+def read_files(outcome: Outcome) -> None:
     """Update the outcome from the files that the trial has written so far."""
     outcome.result = read_json(outcome.directory / "bandwidth.json")
     if attempt := last_attempt(outcome):

@@ -92,7 +92,7 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
         for index, item in enumerate(merged.items)
     ]
     place = {item.directory: index for index, item in enumerate(merged.items)}
-    asked = tuple(place[item.directory] for item in job.items)
+    requested = tuple(place[item.directory] for item in job.items)
     notes = []  # about the cluster, which is no setting of a run
     if before.profile != job.profile:
         key, old, new = first_difference(before.profile, job.profile)
@@ -107,7 +107,7 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
             if code
             else "its snapshot is missing: a new one is taken"
         )
-        return Draft(merged, configs, code, asked, tuple(now), notes=tuple(notes))
+        return Draft(merged, configs, code, requested, tuple(now), notes=tuple(notes))
     busy = next((standing for standing in known if standing.kind == "active"), None)
     if busy is not None:
         raise UserError(
@@ -119,7 +119,7 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
         _changed_items(before, merged, wanted.configs) if sweep else list(range(len(merged.items)))
     )
     now = [Standing(item.index, "idle") if item.index in reopened else item for item in now]
-    return Draft(merged, wanted.configs, None, asked, tuple(now), tuple(reopened), tuple(notes))
+    return Draft(merged, wanted.configs, None, requested, tuple(now), tuple(reopened), tuple(notes))
 
 
 def _merged_items(before: Job, job: Job) -> tuple[Item, ...]:
@@ -244,9 +244,9 @@ def write(draft: Draft) -> Draft:
 
 def shape(job: Job) -> str:
     """Return the job's numbers of nodes and processes as text, as "2 nodes x 8 processes = 16"."""
-    whole = f" = {job.world_size}" if job.nodes > 1 else ""
+    full = f" = {job.world_size}" if job.nodes > 1 else ""
     processes = number_of(job.processes_per_node, "process")
-    return f"{number_of(job.nodes, 'node')} x {processes}{whole}"
+    return f"{number_of(job.nodes, 'node')} x {processes}{full}"
 
 
 def describe(draft: Draft, request: Request, exclude: Sequence[str], after: str | None) -> str:

@@ -253,10 +253,10 @@ def _run(request: Request) -> Wanted:
             "nothing to do: give CONFIG.yaml, or a command after --, as: -- data_prep run --out DIR"
         )
     world_size = request.nodes * (request.processes or request.profile.processes_per_node)
-    asked = None if request.directory is None else absolute(request.directory)
+    requested = None if request.directory is None else absolute(request.directory)
 
     def resolved(code: Path) -> str:
-        return pretrain(request.words, world_size, "--resolve", code, asked)
+        return pretrain(request.words, world_size, "--resolve", code, requested)
 
     text = resolved(ROOT)
     values = read_config(text)

@@ -148,8 +148,8 @@ def _walk(root: Path) -> Iterable[str]:
         if (root / BESIDE / "run").is_dir() and (root / BESIDE / "cluster").is_dir()
         else []
     )
-    for room in (*ROOMS, *excluded):
-        for folder, folders, files in os.walk(root / room):
+    for excluded_path in (*ROOMS, *excluded):
+        for folder, folders, files in os.walk(root / excluded_path):
             folders[:] = sorted(
                 name for name in folders if name != "__pycache__" and not name.startswith(".")
             )

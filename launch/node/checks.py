@@ -168,7 +168,7 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
-def look(wanted: Mapping[str, Any]) -> Report:
+def run_checks(wanted: Mapping[str, Any]) -> Report:
     """Run all checks in parallel and return their findings, within wanted["seconds"].
 
     wanted: the requirements, as `check_command` writes them.
@@ -376,7 +376,7 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
 def main() -> int:
     """Run the checks and write the report. Return 0."""
     out, wanted = sys.argv[1:]
-    found, name = look(json.loads(wanted)), node_name()
+    found, name = run_checks(json.loads(wanted)), node_name()
     write_json(
         Path(out) / f"{name}.json",
         {**asdict(found), "node": name, "ok": found.ok, "time": round(time.time(), 3)},

@@ -47,7 +47,7 @@ class Scribe:
     def __init__(self, path: Path, hidden: Sequence[str], findings: Findings) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, os.open(path, _LOG_FLAGS, 0o644)
-        self._room = 0  # bytes that may be written before the next check of the size
+        self._free_bytes = 0  # bytes that may be written before the next check of the size
         # The size of the first quarter up to the end of its last line; the number of bytes that are
         # no longer in the log.
         self._head = self._left_out = 0
@@ -65,8 +65,8 @@ class Scribe:
         now = self.last_output = time.time()
         if not self._rest:
             self._since = now
-        whole, end, rest = data.rpartition(b"\n")
-        lines = bytes(self._rest + whole).split(b"\n") if end else []
+        full, end, rest = data.rpartition(b"\n")
+        lines = bytes(self._rest + full).split(b"\n") if end else []
         self._rest = bytearray(rest) if end else self._rest + rest
         if len(self._rest) > LINE_BYTES:
             lines.append(bytes(self._rest))
@@ -109,10 +109,10 @@ class Scribe:
         """Append stamped lines to the file. If that fails, count ``lines`` lines as lost."""
         try:
             _write_all(self._file, stamped)
-            self._room -= len(stamped)
+            self._free_bytes -= len(stamped)
         except OSError:
             self.lost += lines
-        if self._room < 0:
+        if self._free_bytes < 0:
             self._shorten()
 
     def _shorten(self) -> None:
@@ -123,10 +123,10 @@ class Scribe:
         temporary, quarter = self._path.with_name(f"{self._path.name}.tmp"), LOG_BYTES // 4
         try:
             status = os.fstat(self._file)
-            self._room = LOG_BYTES - status.st_size
-            if self._room >= 0:  # also if it is a device, or another process truncated it
+            self._free_bytes = LOG_BYTES - status.st_size
+            if self._free_bytes >= 0:  # also if it is a device, or another process truncated it
                 return
-            self._room = LOG_BYTES // 2
+            self._free_bytes = LOG_BYTES // 2
             head = os.pread(self._file, self._head or quarter, 0)
             head = head[: head.rfind(b"\n") + 1]
             tail = os.pread(self._file, quarter + 1, status.st_size - quarter - 1).partition(b"\n")[
@@ -147,7 +147,7 @@ class Scribe:
                 self._file, new = new, self._file
                 # The next reduction omits the marker, too.
                 self._head, self._left_out = (len(head), left_out - len(marker))
-                self._room = LOG_BYTES - sum(map(len, (head, marker, tail)))
+                self._free_bytes = LOG_BYTES - sum(map(len, (head, marker, tail)))
             finally:
                 os.close(new)
         except OSError:
@@ -297,10 +297,10 @@ class Tail:
         if not data:
             return []
         self.offset += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        self.last = whole[-1] + b"\n" if whole else self.last
+        *full, self._rest = (self._rest + data).split(b"\n")
+        self.last = full[-1] + b"\n" if full else self.last
         now, lines = time.time(), []
-        for raw in whole:
+        for raw in full:
             self._at, line = self.source.parse(
                 raw, self._at if self.source.of_slurm and not self._began else now
             )

@@ -96,7 +96,7 @@ class Keeper:
         self._findings = Findings()
         self._scribe = Scribe(rank_log(attempt, self.rank), secrets.values(environ), self._findings)
         self._child: subprocess.Popen[bytes] | None = None
-        self._told: dict[str, float] = {}
+        self._signal_times: dict[str, float] = {}
         self._oom_counter = oom_counter()
         self._oom_looked, self._oom_kills = time.monotonic(), oom_kills(self._oom_counter)
         self._oom_latest = self._oom_kills
@@ -207,8 +207,8 @@ class Keeper:
     def _forward(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on to the command, and record the time of the signal's first arrival."""
         name = signal.Signals(number).name
-        self._changed |= name not in self._told
-        self._told.setdefault(name, time.time())
+        self._changed |= name not in self._signal_times
+        self._signal_times.setdefault(name, time.time())
         if self._child is not None:
             self._child.send_signal(number)
 
@@ -255,7 +255,7 @@ class Keeper:
         found = self._findings.cause(by) if code else None
         error = found.message if found else None
         if oom_kills(self._oom_counter) > self._oom_kills and not signalled_to_end(
-            self._told, self._child_ended
+            self._signal_times, self._child_ended
         ):
             error = killed_for_memory(error, code) or error
         telling = None if found and blameless_signal(by, found.traceback) else by
@@ -283,7 +283,7 @@ class Keeper:
             "pid": os.getpid(),
             "child": self._child.pid if self._child else None,
             "started": self._started,
-            "told": self._told,
+            "told": self._signal_times,
             **dict.fromkeys("ended exit signal kind error error_time traceback".split()),
             "last_line": self._findings.last_line[:1000] or None,
             "last_output": self._scribe.last_output,

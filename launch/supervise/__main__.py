@@ -78,18 +78,18 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
     journal = Journal(job, item, place.job_id)
     with noted() as signals, _alone(item, place, signals, journal) as alone:
         if not alone:
-            journal.say(
+            journal.log(
                 "the lock of this item's last supervisor is still held; Slurm has ended that "
                 "supervisor, so this one continues without the lock"
             )
         state = read_json(item.launch / "state.json") or {}
         if state.get("state") == "finished":
-            journal.say("finished before; nothing to do")
+            journal.log("finished before; nothing to do")
             return Exit.DONE
         if place.job_id is None:
             left = end_orphans(attempts(item.path))
             if left:
-                journal.say(f"ended {left} processes that an earlier attempt left running")
+                journal.log(f"ended {left} processes that an earlier attempt left running")
         code = Supervisor(job, index, place, signals, journal, show=show).run()
         journal.settle()
         return code

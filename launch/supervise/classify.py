@@ -51,7 +51,7 @@ class Observed:
     code: int | None  # exit code of the launcher; None: it could not be started
     before: RunState  # the run's files when the attempt started
     after: RunState  # the run's files after its end
-    told: bool = False  # a signal requested the run to save and end
+    signalled: bool = False  # a signal requested the run to save and end
     hang: str | None = None  # the watchdog's reason for killing the ranks
     refused: str | None = None  # the reason if the ranks could not be started
     # Node -> faults found by the pre-flight check. Only nodes with faults.
@@ -80,7 +80,7 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
     if kind == "run" and state in ("complete", "stopped"):
         return ("finished" if state == "complete" else "saved"), None
     if seen.taken and not seen.cancelled and seen.code != 0:
-        return ("saved" if kind == "command" and seen.told else "interrupted"), None
+        return ("saved" if kind == "command" and seen.signalled else "interrupted"), None
     if seen.faults:
         node, faults = next(iter(seen.faults.items()))
         return "unhealthy", Failure("health", f"{node}: {faults[0]}", host=node)
@@ -88,12 +88,12 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
         return "cancelled" if seen.cancelled else "failed", Failure(
             "place" if seen.queue else "exit", seen.refused
         )
-    if kind == "command" and seen.told and seen.code != 0:
+    if kind == "command" and seen.signalled and seen.code != 0:
         # The results of a command remain, and the same command continues from them.
         return ("cancelled" if seen.cancelled else "saved"), None
     if seen.hang is not None:
         return "cancelled" if seen.cancelled else "hang", Failure("hang", seen.hang, step=step)
-    if seen.code == 0 and (kind == "command" or seen.told):
+    if seen.code == 0 and (kind == "command" or seen.signalled):
         return ("finished" if kind == "command" else "saved"), None
     if seen.cancelled:
         return "cancelled", None
@@ -127,7 +127,11 @@ def last_step(seen: Observed) -> int | None:
     """
     if has_stepped(seen.before, seen.after):
         return seen.after.step
-    return seen.before.checkpoint if not fresh(seen) or seen.after.said is None else seen.after.said
+    return (
+        seen.before.checkpoint
+        if not fresh(seen) or seen.after.recorded_step is None
+        else seen.after.recorded_step
+    )
 
 
 def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int | None) -> Failure:
@@ -219,15 +223,15 @@ def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
         ),
         0,
     )
-    asked, slurm = nodes.get("memory"), profile.get("scheduler") == "slurm"
-    number, unit = str(asked or "").rstrip("KMGT"), str(asked or "")[-1:]
-    if slurm and asked is not None and not int(number):
+    requested, slurm = nodes.get("memory"), profile.get("scheduler") == "slurm"
+    number, unit = str(requested or "").rstrip("KMGT"), str(requested or "")[-1:]
+    if slurm and requested is not None and not int(number):
         return "the job may use all memory of a node (nodes.memory): use less, or nodes with more"
     if mib:
         size = f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib} MiB"
     elif not slurm:
         return "the limit is the memory of this machine, or of its container"
-    elif asked is None:
+    elif requested is None:
         return (
             "the limit is the partition's default, or all memory of a node: nodes.memory of the "
             "profile is null"

@@ -167,7 +167,7 @@ class Journal:
         self.nodes: tuple[str, ...] = ()
         self._notifier = Notifier(job.section("notify"))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line, and append it to supervisor.log as "<unix time> <text>"."""
         now, line = time.time(), " ".join(text.split())
         with contextlib.suppress(OSError, ValueError):
@@ -199,7 +199,7 @@ class Journal:
         try:
             write_json(self.folder / "state.json", values)
         except OSError as error:
-            self.say(f"state.json cannot be written: {error}")
+            self.log(f"state.json cannot be written: {error}")
 
     def event(self, event: str, message: str, **facts: Any) -> None:
         """Start the profile's notify command if its settings name this event."""
@@ -214,9 +214,9 @@ class Journal:
             event, {**known, "nodes": list(self.nodes), "message": message, **facts}
         )
         if trouble:
-            self.say(trouble)
+            self.log(trouble)
 
     def settle(self, seconds: float = SECONDS) -> None:
         """Wait up to ``seconds`` for the notify commands to end, and log the errors."""
         for trouble in self._notifier.troubles(seconds):
-            self.say(trouble)
+            self.log(trouble)

@@ -72,7 +72,7 @@ class Supervisor:
                 if number > self.limits.max_failures or self.signals.any:
                     self.journal.state("stopped", trouble)
                     raise
-                self.journal.say(trouble)
+                self.journal.log(trouble)
                 self._wait(policy.back_off(number, self.limits), trouble)
         raise AssertionError
 
@@ -85,7 +85,7 @@ class Supervisor:
         lost = bool(found) and found[-1].ended is None
         self.records = run_files.close_lost(self.directory, found, trouble)
         if lost:
-            self.journal.say(
+            self.journal.log(
                 f"attempt {found[-1].attempt} is lost: {describe(self.records[-1].failure)}"
             )
             code = self._decide(None, wait=False)
@@ -119,7 +119,7 @@ class Supervisor:
             folder=folder,
         )
         record.save()
-        self.records = run_files.prune(self.records, self.journal.say)
+        self.records = run_files.prune(self.records, self.journal.log)
         environment = run_files.ranks_environment(
             self.job, self.item, folder, os.environ, local=self.place.job_id is None
         )
@@ -131,14 +131,16 @@ class Supervisor:
             record.save()
             self.journal.nodes = nodes
             if unwanted := self._unwanted(nodes):
-                self.journal.say(f"{', '.join(unwanted)} of this allocation: cordoned or excluded")
+                self.journal.log(f"{', '.join(unwanted)} of this allocation: cordoned or excluded")
                 return self._close(record, Observed(None, before, before), outcome="misplaced")
             attempt = Attempt(number, folder, self.job, self.item, nodes, environment)
             if faults := self._check(attempt):
                 return self._not_begun(record, before, faults=faults)
             if self.signals.any:  # received during the check
                 outcome = "cancelled" if self._stop_wish() else "saved"
-                return self._close(record, Observed(0, before, before, told=True), outcome=outcome)
+                return self._close(
+                    record, Observed(0, before, before, signalled=True), outcome=outcome
+                )
             self._report_start(attempt, before)
             seen = Watch(attempt, self.place, self.signals, self.journal, self._stop_wish).run(
                 before, show=self.show
@@ -180,7 +182,7 @@ class Supervisor:
         self.journal.state("checking")
         faults = {node: found for node, found in self.place.check_nodes(attempt).items() if found}
         for node, found in faults.items():
-            self.journal.say(f"{node} fails its check: {'; '.join(found)}")
+            self.journal.log(f"{node} fails its check: {'; '.join(found)}")
         return faults
 
     def _report_start(self, attempt: Attempt, before: RunState) -> None:
@@ -190,7 +192,7 @@ class Supervisor:
             f" (job {self.place.job_id})" if self.place.job_id else ""
         )
         since = f", from step {before.checkpoint}" if before.checkpoint is not None else ""
-        self.journal.say(f"attempt {attempt.number}: {ranks} {where}{since}")
+        self.journal.log(f"attempt {attempt.number}: {ranks} {where}{since}")
         self.journal.state("running")
         self.journal.event(
             "started", f"attempt {attempt.number} {where}{since}", step=before.checkpoint
@@ -236,7 +238,7 @@ class Supervisor:
                 if has_stepped(seen.before, seen.after)
                 else "ended before its first step"
             )
-        self.journal.say(f"attempt {record.attempt} {ended}" + (f": {about}" if about else ""))
+        self.journal.log(f"attempt {record.attempt} {ended}" + (f": {about}" if about else ""))
         quiet = dict.fromkeys(("finished", "cancelled", "interrupted", "misplaced"))
         event = {**quiet, "saved": "saved", "hang": "hang"}.get(str(record.outcome), "failed")
         if event is not None:
@@ -296,21 +298,21 @@ class Supervisor:
         cancelled = cancelled or last.outcome == "cancelled"
         self.journal.state("cancelled" if cancelled else "stopped", decision.reason)
         word = "cancelled" if cancelled else "stopped"
-        self.journal.say(
+        self.journal.log(
             decision.reason
             if decision.reason.startswith(f"{word}: ")
             else f"{word}: {decision.reason}"
         )
         if decision.gave_up:
-            self.journal.say(
+            self.journal.log(
                 "what failed first: python -m launch logs --errors "
                 f"{shlex.quote(str(self.directory))}"
             )
-            self.journal.say(
+            self.journal.log(
                 "again, with the same code and settings: python -m launch requeue "
                 f"{shlex.quote(str(self.directory))}"
             )
-            self.journal.say(
+            self.journal.log(
                 "with corrected code or settings: the command that started it, with --update"
             )
         self.journal.event("stopped", decision.reason, step=last.step_end)
@@ -332,7 +334,7 @@ class Supervisor:
             if (stop := self._stop_wish(ask=True)) is not None:
                 return self._end_without_attempt(stop)
             self.journal.state("requeued", reason)
-            self.journal.say(message)
+            self.journal.log(message)
             self.journal.settle(0.0 if self.signals.ends else HOOK_SECONDS)
             try:
                 self.place.requeue(self._excluded())
@@ -348,7 +350,7 @@ class Supervisor:
                 number += 1
                 message = f"the requeue failed ({number} of {REQUEUE_TRIES}): {error}"
             time.sleep(REQUEUE_SECONDS if self.signals.ends else pause)
-        self.journal.say(message)
+        self.journal.log(message)
         self.journal.state("stopped", message)
         self.journal.event("stopped", message)
         return Exit.FAULT
@@ -367,7 +369,7 @@ class Supervisor:
         try:
             away = list(cordoned(cordon_file(self.job.profile, self.job.working_directory)))
         except OSError as error:
-            self.journal.say(f"the cordon file cannot be read: {error}")
+            self.journal.log(f"the cordon file cannot be read: {error}")
             away = []
         return list(dict.fromkeys([*decided, *away]))
 
@@ -395,10 +397,10 @@ class Supervisor:
             try:
                 added = cordon(path, [node], why, self.directory, until)
             except OSError as error:
-                self.journal.say(f"{node} cannot be cordoned: {error}")
+                self.journal.log(f"{node} cannot be cordoned: {error}")
                 continue
             if added:
-                self.journal.say(f"{node} is cordoned in {path}: {why}")
+                self.journal.log(f"{node} is cordoned in {path}: {why}")
                 self.journal.event("cordoned", f"{node}: {why}", node=node)
 
     def _wait(self, seconds: float, reason: str) -> None:
@@ -410,7 +412,7 @@ class Supervisor:
         if self.signals.any and not self.signals.ends and not self.place.can_requeue:
             self.signals.forget()
         self.journal.state("waiting", f"{reason}; again in {seconds:g} s")
-        self.journal.say(f"again in {seconds:g} s")
+        self.journal.log(f"again in {seconds:g} s")
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.signals.any:
             time.sleep(POLL_SECONDS)
@@ -429,13 +431,13 @@ class Supervisor:
         message = (
             f"{self.signals.describe()} arrived between two attempts; the same command continues"
         )
-        self.journal.say(message)
+        self.journal.log(message)
         self.journal.state("stopped", message)
         return Exit.DONE
 
     def _end_without_attempt(self, message: str) -> int:
         """Record that a user stopped the item before an attempt, and return the exit code."""
-        self.journal.say(f"not started: {message}")
+        self.journal.log(f"not started: {message}")
         self.journal.state("cancelled", message)
         return Exit.FAULT
 

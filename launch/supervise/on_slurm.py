@@ -154,13 +154,13 @@ class SlurmPlace(Place):
         taken = job.section("nodes")
         # --cpus-per-task determines all that the step gets of a node. If the job owns its nodes,
         # use all CPUs (192, even if the profile takes 96 cores).
-        whole = (
+        full = (
             re.findall(r"(?:^|,)(\d+)", self._environ.get("SLURM_JOB_CPUS_PER_NODE") or "")
             if taken.get("exclusive")
             else []
         )
         cpus = min(
-            whole,
+            full,
             key=int,
             default=self._environ.get("SLURM_CPUS_PER_TASK") or str(taken.get("cpus") or 1),
         )
@@ -353,7 +353,7 @@ class SlurmPlace(Place):
             str(os.getpid()),
         ]
         with suppress(OSError):
-            self._guard = beside(
+            self._guard = start_on_nodes(
                 attempt.nodes[:1],
                 "guard",
                 words,
@@ -422,7 +422,7 @@ class SlurmRunning:
         )
         with suppress(OSError):
             self._telling[number] = (
-                beside(self._attempt.nodes, "tell", words, folder / "logs" / "signals.log"),
+                start_on_nodes(self._attempt.nodes, "tell", words, folder / "logs" / "signals.log"),
                 time.monotonic(),
             )
 
@@ -464,7 +464,7 @@ class SlurmRunning:
         ]
 
 
-def beside(
+def start_on_nodes(
     nodes: Sequence[str], name: str, words: Sequence[str], log: Path
 ) -> subprocess.Popen[bytes]:
     """Start a Python module once on each of the nodes, as a step that shares the ranks' resources.

@@ -37,7 +37,7 @@ class RunState:
     # Writer and time of progress.json, which distinguish the attempts.
     writer: tuple[Any, ...]
     metrics: int  # bytes of metrics.jsonl
-    said: int | None = None  # the step in progress.json
+    recorded_step: int | None = None  # the step in progress.json
 
 
 def read_state(directory: Path) -> RunState:
@@ -58,7 +58,7 @@ def read_state(directory: Path) -> RunState:
         message=progress.get("message"),
         writer=(progress.get("host"), progress.get("pid"), progress.get("time")),
         metrics=size,
-        said=last_step,
+        recorded_step=last_step,
     )
 
 
@@ -68,7 +68,9 @@ def has_stepped(before: RunState, now: RunState) -> bool:
     Steps in the files that an earlier attempt left do not count.
     """
     ours = (
-        now.writer != before.writer and now.said is not None and now.said > (before.checkpoint or 0)
+        now.writer != before.writer
+        and now.recorded_step is not None
+        and now.recorded_step > (before.checkpoint or 0)
     )
     return ours or now.metrics != before.metrics
 

@@ -84,20 +84,20 @@ class Watchdog:
         now: the present time (monotonic seconds).
         """
         self.start, self.step, self.save = start, step, save
-        self._last_look = now
+        self._last_observation = now
         self._waited = 0.0  # seconds since the last progress
         self._mark: object = None
-        self._stepped = self._told = False
+        self._stepped = self._saving = False
 
-    def tell(self) -> None:
+    def begin_saving(self) -> None:
         """Record that a signal requested the attempt's end.
 
         After that, the time limit for saving applies.
         """
-        if not self._told:
-            self._told, self._waited = True, 0.0
+        if not self._saving:
+            self._saving, self._waited = True, 0.0
 
-    def look(self, now: float, mark: object, *, stepped: bool, step: int | None) -> str | None:
+    def observe(self, now: float, mark: object, *, stepped: bool, step: int | None) -> str | None:
         """Record an observation and return an error text if it shows a hang, otherwise None.
 
         now: time of the observation (monotonic seconds).
@@ -105,14 +105,14 @@ class Watchdog:
         stepped: True if this attempt has made a step.
         step: number of the last step, or None.
         """
-        self._waited += min(now - self._last_look, _LONGEST_LOOK)
-        self._last_look = now
+        self._waited += min(now - self._last_observation, _LONGEST_LOOK)
+        self._last_observation = now
         if mark != self._mark or stepped != self._stepped:
             self._stepped = stepped
-            if not self._told and (stepped or self._mark is None):
+            if not self._saving and (stepped or self._mark is None):
                 self._waited = 0.0
             self._mark = mark
-        if self._told:
+        if self._saving:
             return self._verdict(self.save, "not saved and ended within {} of the signal")
         if not self._stepped:
             return self._verdict(self.start, "no first step within {} of the start")
@@ -189,13 +189,13 @@ class Watch:
             not well
             and not cancelled
             and (hang is None or cut)
-            and taken_away(self.place, self.signals, told=message)
+            and taken_away(self.place, self.signals, signalled=message)
         )
         return Observed(
             code,
             before,
             after,
-            told=self._signalled_at is not None,
+            signalled=self._signalled_at is not None,
             hang=hang,
             down={}
             if code == 0
@@ -237,7 +237,7 @@ class Watch:
                 )
             if now - looked >= LOOK_SECONDS:
                 looked = now
-                hang = self._look(watchdog, before, now)
+                hang = self._observe(watchdog, before, now)
                 if hang:
                     stopped = self._end_hang(running, hang)
                     return running.poll(), f"{hang}; {stopped}" if stopped else hang, False
@@ -256,9 +256,9 @@ class Watch:
             return False
         if self._signalled_at is None:
             what = "saving" if self._is_run else "ending"
-            self.journal.say(f"{self.signals.describe()}: {what}")
+            self.journal.log(f"{self.signals.describe()}: {what}")
             self.journal.state("saving", f"{self.signals.describe()}: {what}")
-            watchdog.tell()
+            watchdog.begin_saving()
         if self._signalled_at is None or now - self._signalled_at >= REPEAT_SECONDS:
             self._signalled_at = now
             running.signal(signal.SIGUSR1 if self._is_run else signal.SIGTERM)
@@ -272,12 +272,12 @@ class Watch:
             return True
         return False
 
-    def _look(self, watchdog: Watchdog, before: RunState, now: float) -> str | None:
+    def _observe(self, watchdog: Watchdog, before: RunState, now: float) -> str | None:
         """Read the run's files and return the watchdog's error text, or None without a hang."""
         if not self._is_run:
-            return watchdog.look(now, None, stepped=False, step=None)
+            return watchdog.observe(now, None, stepped=False, step=None)
         state = read_state(self._directory)
-        return watchdog.look(
+        return watchdog.observe(
             now, (state.step, state.metrics), stepped=has_stepped(before, state), step=state.step
         )
 
@@ -286,7 +286,7 @@ class Watch:
 
         Return a text that names the ranks that SIGSTOP or a debugger had stopped, otherwise None.
         """
-        self.journal.say(f"hang: {why}; every rank is signalled to dump its stacks")
+        self.journal.log(f"hang: {why}; every rank is signalled to dump its stacks")
         running.signal(signal.SIGUSR2)
         ranks, deadline, sizes = self.attempt.job.world_size, time.monotonic() + DUMP_SECONDS, None
         while running.poll() is None and time.monotonic() < deadline:
@@ -300,7 +300,7 @@ class Watch:
             )
             if len(sizes) >= ranks and sizes == last:
                 break
-        self.journal.say(
+        self.journal.log(
             f"stacks of {len(sizes or ())} of {ranks} ranks are in "
             f"{self.attempt.folder / 'dumps'}; ending the attempt"
         )
@@ -314,7 +314,7 @@ class Watch:
         )
 
 
-def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:
+def taken_away(place: Place, signals: Signals, *, signalled: bool = False) -> bool:
     """Return True if an attempt that ended badly lost its allocation.
 
     The queue reports the loss. If the queue reports no end, a signal to end that this process or
@@ -324,7 +324,7 @@ def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:
     if not place.can_requeue:
         return False
     reason = place.taken()
-    return reason is True or (reason is None and (bool(signals.ends) or told))
+    return reason is True or (reason is None and (bool(signals.ends) or signalled))
 
 
 def _show(tail: Tail | None) -> None:

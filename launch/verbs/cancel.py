@@ -87,11 +87,11 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
             path = job.items[standing.index].launch / "state.json"
             state = {"format": 1, **(read_json(path) or {}), "state": "cancelled", **end}
             write_json(path, state)
-    _tell(job, active, save=save)
+    _report(job, active, save=save)
     _end_local([standing.pid for standing in active if standing.pid is not None], save=save)
 
 
-def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
+def _report(job: Job, active: Sequence[Standing], *, save: bool) -> None:
     """Print for each of the first `LINES` items that it was cancelled and how to continue it."""
     for standing in active[:LINES]:
         saves = save and standing.state in ("RUNNING", "local")

@@ -259,15 +259,15 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
     began = started(there[-1]) if (there := attempts(directory)) else 0.0
     stepped = stepping and written is not None and written > began
     steps = [value for value in (progress.get("step"), step.get("step")) if value is not None]
-    done, whole, seconds = max(steps, default=0), progress.get("steps"), step.get("step_seconds")
+    done, full, seconds = max(steps, default=0), progress.get("steps"), step.get("step_seconds")
     seconds_left = (
-        max(0, whole - done) * seconds
-        if stepped and steps and whole is not None and seconds is not None
+        max(0, full - done) * seconds
+        if stepped and steps and full is not None and seconds is not None
         else None
     )
     return {
         "step": done if steps else None,
-        "steps": whole,
+        "steps": full,
         "loss": step.get("loss"),
         "valid_loss": next((line["valid_loss"] for line in lines if "valid_loss" in line), None),
         "tokens_per_second": step.get("tokens_per_second"),
@@ -342,16 +342,16 @@ def _board(
     old: include jobs that ended more than a day ago. items: a line for each task of an array.
     as_json: return all items as JSON instead.
     """
-    now, asked = time.time(), bool(directories)
+    now, requested = time.time(), bool(directories)
     # each job with all of its selected items
     once: dict[Path, tuple[Job, set[int]]] = {}
     for directory in directories or [ROOT]:
-        for job, indices in _jobs(Path(directory), asked=asked):
+        for job, indices in _jobs(Path(directory), requested=requested):
             once.setdefault(job.path.resolve(), (job, set()))[1].update(indices)
     jobs = [(job, sorted(chosen)) for job, chosen in once.values()]
     queue = ask([job for job, _ in jobs])
     every = [(job, rows_of(job, queue, now, indices)) for job, indices in jobs]
-    recent = float("inf") if old or asked else RECENT_SECONDS
+    recent = float("inf") if old or requested else RECENT_SECONDS
     found = [
         (job, rows)
         for job, rows in every
@@ -377,14 +377,14 @@ def _board(
     return "\n".join(text), active
 
 
-def _jobs(directory: Path, *, asked: bool) -> list[tuple[Job, list[int]]]:
+def _jobs(directory: Path, *, requested: bool) -> list[tuple[Job, list[int]]]:
     """Return (job, item indices) for each job in or below a folder, ordered by folder.
 
     If the user named the folder, it may be the folder of one item: then return its job and only the
     index of that item. Otherwise a folder without jobs gives an empty list.
     """
     found = [job for path in _job_folders(directory, DEPTH) if (job := load_job(path)) is not None]
-    if found or not asked:
+    if found or not requested:
         return [(job, list(range(len(job.items)))) for job in found]
     return [find_job(directory)]
 

@@ -169,9 +169,9 @@ def prepare(request: Request, *, data: bool = False) -> Job:
     Raises:
         UserError: the job is active or was stopped, or data is missing.
     """
-    asked = wanted(request)
-    with locked(asked.job.path):
-        draft = settle(asked, update=request.update)
+    requested = wanted(request)
+    with locked(requested.job.path):
+        draft = settle(requested, update=request.update)
         if draft.ready or all(item.kind == "finished" for item in draft.chosen):
             if data:
                 refuse_without_data(draft)
@@ -199,7 +199,7 @@ def main(arguments: argparse.Namespace) -> int:
     return submit(wanted(request), request)
 
 
-def submit(asked: Wanted, request: Request) -> int:
+def submit(requested: Wanted, request: Request) -> int:
     """Submit the items of a job that are neither finished nor active. Return 0.
 
     With --dry-run, only print the plan.
@@ -212,16 +212,16 @@ def submit(asked: Wanted, request: Request) -> int:
             f"{request.profile_path} is no profile for Slurm; on this machine: python -m launch "
             "local"
         )
-    if request.at_once is not None and not (asked.job.array and request.at_once > 0):
+    if request.at_once is not None and not (requested.job.array and request.at_once > 0):
         raise UserError(
             f"--at-once {request.at_once}: it is for an array (--tasks, sweep), and must be at "
             "least 1"
         )
     if request.dry_run:
-        return _dry_run(asked, request)
+        return _dry_run(requested, request)
     after = dependency(request.dependency)
-    with locked(asked.job.path):
-        draft = settle(asked, update=request.update)
+    with locked(requested.job.path):
+        draft = settle(requested, update=request.update)
         if not draft.ready:
             return _report_no_start(draft, parsable=request.parsable)
         if after is None:
@@ -231,14 +231,14 @@ def submit(asked: Wanted, request: Request) -> int:
         array = "0" if draft.job.array else None
         render(draft.job, dependency=after, array=array, exclude=exclude)
         if not request.no_rehearse:
-            say = (lambda _: None) if request.parsable else print
-            rehearse(draft, say, data=after is None)
+            log = (lambda _: None) if request.parsable else print
+            rehearse(draft, log, data=after is None)
         draft = write(draft)
         job_id = send(draft.job, draft.ready, at_once=request.at_once, after=after, exclude=exclude)
     if request.parsable:
         print(job_id)
     else:
-        _tell(draft, job_id, after)
+        _report(draft, job_id, after)
     return 0
 
 
@@ -302,22 +302,22 @@ def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
     return list(dict.fromkeys([*named, *sorted(set(away) & known if known else away)]))
 
 
-def _dry_run(asked: Wanted, request: Request) -> int:
+def _dry_run(requested: Wanted, request: Request) -> int:
     """Print the plan and the batch script without writing files. Return 0.
 
     If Slurm does not answer, the plan omits the queue's part and gives the reason.
     """
     try:
-        words = _plan(asked, request, ask=True)
+        words = _plan(requested, request, ask=True)
     except slurm.SlurmError as error:
         note = f"\nnote       the queue is not known: {error}\n"
-        words = _plan(asked, request, ask=False) + note
+        words = _plan(requested, request, ask=False) + note
     print(words, end="")
     return 0
 
 
-def _plan(asked: Wanted, request: Request, *, ask: bool) -> str:
-    draft = settle(asked, update=request.update, ask=ask)
+def _plan(requested: Wanted, request: Request, *, ask: bool) -> str:
+    draft = settle(requested, update=request.update, ask=ask)
     after = dependency(request.dependency, ask=ask)
     exclude = excluded(draft.job, request.exclude, ask=ask)
     array = array_words(draft.ready or draft.asked, request.at_once) if draft.job.array else None
@@ -353,7 +353,7 @@ def _why_not(draft: Draft) -> str:
     )
 
 
-def _tell(draft: Draft, job_id: str, after: str | None) -> None:
+def _report(draft: Draft, job_id: str, after: str | None) -> None:
     """Print a report of the submission and the next command."""
     job = draft.job
     what = f"{len(draft.ready)} of {len(job.items)} items" if job.array else job.kind

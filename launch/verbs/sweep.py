@@ -60,10 +60,10 @@ def main(arguments: argparse.Namespace) -> int:
     """
     runs = read_list(arguments.list) if arguments.list else named(grid(arguments.grid))
     request = request_of(arguments)
-    asked = wanted_sweep(request, runs)
+    requested = wanted_sweep(request, runs)
     if request.profile.scheduler == "slurm":
-        return submit(asked, request)
-    return _here(asked, request)
+        return submit(requested, request)
+    return _here(requested, request)
 
 
 def read_list(path: Path) -> dict[str, tuple[str, ...]]:
@@ -235,7 +235,7 @@ def _check_mirrors(configs: Mapping[str, str]) -> None:
             )
 
 
-def _here(asked: Wanted, request: Request) -> int:
+def _here(requested: Wanted, request: Request) -> int:
     """Run the sweep's unfinished runs on this machine and return the exit code."""
     if request.dependency or request.exclude or request.parsable:
         raise UserError(
@@ -248,10 +248,10 @@ def _here(asked: Wanted, request: Request) -> int:
             "is one node"
         )
     if request.dry_run:
-        print("\n".join(item_lines(settle(asked, update=request.update))))
+        print("\n".join(item_lines(settle(requested, update=request.update))))
         return 0
-    with locked(asked.job.path):
-        draft = settle(asked, update=request.update)
+    with locked(requested.job.path):
+        draft = settle(requested, update=request.update)
         job = draft.job
         if not draft.ready:
             print(f"{job.name}: nothing to do: {counted(draft.chosen)} ({job.directory})")

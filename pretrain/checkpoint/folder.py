@@ -35,7 +35,7 @@ MIRROR_STATE = "mirror.json"  # in a run directory: the state of its mirror
 WRITING = ".writing_"  # prefix of the names of folders that are being written
 _STEP = re.compile(r"step_(\d{8,})$")
 _BLOCK = 8 * 2**20
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def find(path: Path) -> Found:
 
 
 def newest_good(
-    folder: Path, damaged: dict[Path, str], log: Say = lambda text: None
+    folder: Path, damaged: dict[Path, str], log: Log = lambda text: None
 ) -> Found | None:
     """Return the newest undamaged checkpoint in ``folder``, or None if it has none.
 

@@ -50,8 +50,8 @@ from pretrain.checkpoint.folder import (
     Found,
     HashedFile,
     Inherited,
+    Log,
     Progress,
-    Say,
     damage,
     newest_before_bad_steps,
     newest_first,
@@ -81,10 +81,10 @@ WEIGHTS_ALONE = "weights"
 class Checkpoints:
     """The checkpoints of one run. All ranks must call every method together."""
 
-    def __init__(self, folder: Path, config: RunConfig, log: Say) -> None:
-        self.folder, self.config, self.say = folder, config, log
+    def __init__(self, folder: Path, config: RunConfig, log: Log) -> None:
+        self.folder, self.config, self.log = folder, config, log
         # Called with the message of a failed save if training continues.
-        self.alert: Say = lambda text: None
+        self.alert: Log = lambda text: None
         self.inherited = Inherited(config.data.seq_length)
         self.last: Path | None = None  # the newest complete checkpoint
         # Checkpoints that another reader uses, which are never deleted.
@@ -154,7 +154,7 @@ class Checkpoints:
         return found
 
     def _newest(self) -> Found | None:
-        found = newest_good(self.fetching, {}) or newest_good(self.folder, self.damaged, self.say)
+        found = newest_good(self.fetching, {}) or newest_good(self.folder, self.damaged, self.log)
         if found is None and self.damaged:
             path, wrong = next(iter(self.damaged.items()))
             raise StorageError(
@@ -243,7 +243,7 @@ class Checkpoints:
                 named = (self.folder / f"step_{step:08d}" for step in given.keep)
                 kept = {*self.in_use, *self._to_go_back_to(progress.step), *named}
                 from_rank_0(lambda: publish_step(temporary, final, manifest, given.keep_last, kept))
-            self.say(f"checkpoint {final} ({time.monotonic() - started:.1f} s)")
+            self.log(f"checkpoint {final} ({time.monotonic() - started:.1f} s)")
             self.last, self.saved = final, progress.step
 
         published = request._replace(finalize_fns=[finish])
@@ -285,7 +285,7 @@ class Checkpoints:
         limit, unsaved = self.config.checkpoint.max_unsaved_steps, self.begun - self.saved
         if needed or limit is None or unsaved > limit:
             raise error from None
-        for report in (self.say, self.alert):
+        for report in (self.log, self.alert):
             report(
                 f"{error}; training continues, {unsaved} steps are not saved "
                 f"(checkpoint.max_unsaved_steps = {limit})"
@@ -346,7 +346,7 @@ class Checkpoints:
                 lambda asked: read({"fp8": asked})["fp8"], written["fp8_history"] if kept else None
             )
         if found.manifest.get("layout") == _layout(self.config) and not model_only:
-            restore_rng(read, found, self.config, self.say)
+            restore_rng(read, found, self.config, self.log)
         if found.path.parent == self.folder:
             from_rank_0(lambda: self._set_later_aside(found.path))
 
@@ -365,7 +365,7 @@ class Checkpoints:
             ConfigError, StorageError: see `Mirroring.fetch`.
         """
         self.damaged[found.path] = str(error).partition(" is damaged: ")[2]
-        self.say(f"{error}; passing over it")
+        self.log(f"{error}; passing over it")
         if self.config.checkpoint.mirror and found.path not in self.fetched:
             self.fetched.add(found.path)
             if from_rank_0(lambda: self._fetch_again(found.path)):
@@ -445,9 +445,9 @@ def write_common(folder: Path, common: dict[str, Any]) -> None:
     torch serializes into memory, because with a path it would replace the file system's error by
     an exception of another type.
     """
-    whole = io.BytesIO()
-    torch.save(common, whole)
-    (folder / "common.pt").write_bytes(whole.getbuffer())
+    full = io.BytesIO()
+    torch.save(common, full)
+    (folder / "common.pt").write_bytes(full.getbuffer())
 
 
 def _finish_on_all_ranks(finish: Callable[[], None]) -> None:
@@ -464,11 +464,11 @@ def _finish_on_all_ranks(finish: Callable[[], None]) -> None:
         torch.distributed.broadcast(torch.ones(1, dtype=torch.int, device=platform.device()), src=0)
         why = reason(error)
 
-    def tell() -> None:
+    def raise_fault() -> None:
         if why:
             raise StorageError(why)
 
-    from_rank_0(tell)
+    from_rank_0(raise_fault)
 
 
 def manifest_of(

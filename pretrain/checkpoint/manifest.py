@@ -51,9 +51,9 @@ def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> s
     form, records = manifest.get("format", FORMAT), {"progress": progress, "inherited": inherited}
     if type(form) is int and form > FORMAT:
         return NewerVersion(f"has format {form}, this version reads {FORMAT}")
-    whole = "format" in manifest  # written by a run, with the layout and all sections
+    full = "format" in manifest  # written by a run, with the layout and all sections
     for key, kind in (_KEYS | _OPTIONAL).items():
-        if key not in manifest and (key in _KEYS or (whole and key == "layout")):
+        if key not in manifest and (key in _KEYS or (full and key == "layout")):
             return f"has no {key}"
         if key in manifest and not isinstance(manifest[key], kind):
             return f"has a wrong {key}"
@@ -63,7 +63,7 @@ def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> s
     if type(form) is not int or form != FORMAT:
         return f"has format {form!r}, not {FORMAT}"
     if wrong := record_fault(progress, manifest["progress"], "progress") or _config_fault(
-        manifest["config"], whole=whole
+        manifest["config"], full=full
     ):
         return wrong
     if "inherited" in manifest and (
@@ -121,7 +121,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) in (int, float) if kind is float else isinstance(value, kind)
 
 
-def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
+def _config_fault(config: Mapping[str, Any], *, full: bool) -> str | None:
     """Return a description of the first fault in a manifest's configuration, or None.
 
     Only sections, and values that this code reads directly from the manifest, are checked. The last
@@ -129,7 +129,7 @@ def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
     """
     if missing := [
         key
-        for key in ("model", "data", *(("train", "parallel") if whole else ()))
+        for key in ("model", "data", *(("train", "parallel") if full else ()))
         if key not in config
     ]:
         return f"has no config.{missing[0]}"

@@ -21,7 +21,7 @@ from fem_common.errors import ConfigError, StorageError
 from fem_common.exits import Exit
 from fem_common.files import sync_folder, write_atomically
 from pretrain import subprocesses
-from pretrain.checkpoint.folder import MIRROR_STATE, Say, newest_first, set_aside
+from pretrain.checkpoint.folder import MIRROR_STATE, Log, newest_first, set_aside
 from pretrain.config import CheckpointConfig
 from pretrain.run_directory import RUN_ID
 
@@ -44,7 +44,7 @@ class Mirroring:
     settings: CheckpointConfig
     url: str
     run_dir: Path
-    say: Say
+    log: Log
     process: subprocess.Popen[bytes] | None = None
     began: int = 0  # first step of this attempt
 
@@ -69,7 +69,7 @@ class Mirroring:
             env=subprocesses.environ(),
         )
         for line in done.stdout.splitlines():
-            self.say(line)
+            self.log(line)
         subprocesses.check(done, "tools.checkpoint", "checkpoint.mirror: ")
 
     def start(self, step: int) -> None:
@@ -122,7 +122,7 @@ class Mirroring:
                 end = time.monotonic() + _GRACE
             time.sleep(_LOOK)
         if self.process.poll() != 0:
-            self.say(f"the mirror {self.url} lacks the last checkpoint, which is in {self.run_dir}")
+            self.log(f"the mirror {self.url} lacks the last checkpoint, which is in {self.run_dir}")
 
     def end(self) -> None:
         """Kill the sending process. The next attempt sends again what is missing."""

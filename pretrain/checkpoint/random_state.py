@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.folder import Found, Say
+from pretrain.checkpoint.folder import Found, Log
 from pretrain.checkpoint.manifest import RNG_DEVICE
 from pretrain.checkpoint.reader import read_metadata
 from pretrain.collectives import from_rank_0
@@ -56,7 +56,7 @@ def kind_of(tensors: Mapping[str, object]) -> str:
     return "cuda" if "cuda" in tensors else "cpu"
 
 
-def restore_rng(read: Read, found: Found, config: RunConfig, log: Say) -> None:
+def restore_rng(read: Read, found: Found, config: RunConfig, log: Log) -> None:
     """Set this rank's random states to those in a checkpoint of the same layout.
 
     If the checkpoint was written on another kind of device, the states are seeded from

@@ -105,9 +105,9 @@ class Weights:
                 missing.
             StorageError: a file system failed.
         """
-        return {name: self._whole(name) for name in names}
+        return {name: self._full_tensor(name) for name in names}
 
-    def _whole(self, name: str) -> Tensor:
+    def _full_tensor(self, name: str) -> Tensor:
         stored = self._stored[name]
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
             raise self._damaged(name, "its shards do not cover it")
@@ -174,8 +174,8 @@ def compare(part: Tensor, checksum: int | str, place: Any) -> None:
 
 def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
     """Return a tensor like `read_part`, and its stored CRC-32, without comparing the two."""
-    whole = _Stretch(file, place.offset, place.length)
-    stretch = cast(IO[bytes], whole)
+    full = _Stretch(file, place.offset, place.length)
+    stretch = cast(IO[bytes], full)
     try:
         with zipfile.ZipFile(stretch) as archive:
             (tensor,) = [
@@ -189,8 +189,8 @@ def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
         stretch.seek(0)
         part = torch.load(stretch, map_location="cpu", weights_only=True)
     except Exception as error:
-        if whole.failure is not None:
-            raise whole.failure from None
+        if full.failure is not None:
+            raise full.failure from None
         if not isinstance(error, _DAMAGE):
             raise
         why = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__

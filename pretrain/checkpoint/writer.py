@@ -104,9 +104,9 @@ def _write(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, weight in weights:
             start, begin = torch.Size([0] * weight.dim()), file.tell()
             # A copy, since torch would save the complete storage of a view.
-            whole = weight.detach().clone(memory_format=torch.contiguous_format)
-            torch.save(whole, file)
-            file.mark(begin, stored(whole))
+            full = weight.detach().clone(memory_format=torch.contiguous_format)
+            torch.save(full, file)
+            file.mark(begin, stored(full))
             tensors[name] = TensorStorageMetadata(
                 TensorProperties(dtype=weight.dtype),
                 weight.size(),

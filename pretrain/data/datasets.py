@@ -120,7 +120,7 @@ def build_datasets(
         config, contents, train_samples, default_cache, megatron.core.__version__, needs
     )
     kind = _kind(reader, PackedGPTDataset if config.data.packing == "best_fit" else GPTDataset)
-    kind = _apart(kind, needs) if needs else kind
+    kind = _separate_documents(kind, needs) if needs else kind
     built = _fill(cache, kind, settings, sizes, log)
     train, valid, _ = _open(cache.folder, kind, settings, sizes)
     return Datasets(
@@ -137,7 +137,7 @@ class Ends:
     """
 
     eod_id: int
-    apart: bool
+    separate: bool
     positions: bool
     loss: bool
 
@@ -151,7 +151,7 @@ class Ends:
             separate if data.reset_positions is None else data.reset_positions,
             data.eod_loss,
         )
-        return made if made.apart or made.positions or not made.loss else None
+        return made if made.separate or made.positions or not made.loss else None
 
     def applied(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Return the ``context`` for the model's mixers, and update the loss mask of ``batch``.
@@ -165,13 +165,13 @@ class Ends:
         ends = (ends & ~after) | (after & ~F.pad(after[:, :-1], (1, 0)))  # padding is one document
         if not self.loss:
             batch["loss_mask"] = batch["loss_mask"].masked_fill(ends, 0.0)
-        if not (self.apart or self.positions):
+        if not (self.separate or self.positions):
             return {}
         documents = Documents.of(ends.roll(1, dims=1)).to(device)
         return {
             "context": Context(
                 documents.positions if self.positions else None,
-                documents=documents if self.apart else None,
+                documents=documents if self.separate else None,
             )
         }
 
@@ -188,7 +188,7 @@ class PackedGPTDataset(GPTDataset):
     reads different documents packs only those in ``indices``.
     """
 
-    apart = False
+    separate = False
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
         base = (
@@ -200,9 +200,11 @@ class PackedGPTDataset(GPTDataset):
             seed = self.config.random_seed
             lengths = self.dataset.sequence_lengths
             packing = pack(
-                lengths[self.indices] if self.apart else lengths, self.config.sequence_length, seed
+                lengths[self.indices] if self.separate else lengths,
+                self.config.sequence_length,
+                seed,
             )
-            if self.apart:
+            if self.separate:
                 packing.pieces[:, 0] = self.indices[packing.pieces[:, 0]]
             order = passes(len(packing.first) - 1, self.num_samples or 0, seed)
             arrays: list[np.ndarray[Any, Any]] = [packing.pieces, packing.first, order]
@@ -259,7 +261,9 @@ def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
     return StoredGPTDataset
 
 
-def _apart(base: type[GPTDataset], needs: Sequence[Mapping[str, int]]) -> type[GPTDataset]:
+def _separate_documents(
+    base: type[GPTDataset], needs: Sequence[Mapping[str, int]]
+) -> type[GPTDataset]:
     """Return the dataset class of sources in which each stage reads different documents.
 
     needs: for each stage up to the present one, the tokens that it reads from each source.
@@ -269,7 +273,7 @@ def _apart(base: type[GPTDataset], needs: Sequence[Mapping[str, int]]) -> type[G
     class StageGPTDataset(base):
         """Dataset of the training documents that the last stage in ``needs`` reads."""
 
-        apart = True
+        separate = True
 
         def __init__(
             self,

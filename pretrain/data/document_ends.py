@@ -29,12 +29,12 @@ def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
         ConfigError: a document's last token is not EOD.
     """
     data = config.data
-    asked = {
+    requested = {
         "data.documents=joined": ("data.documents = separate", data.documents == "separate"),
         "data.reset_positions=false": ("data.reset_positions = true", bool(data.reset_positions)),
         "data.eod_loss=true": ("data.eod_loss = false", not data.eod_loss),
     }
-    wanted = {change: setting for change, (setting, is_set) in asked.items() if is_set}
+    wanted = {change: setting for change, (setting, is_set) in requested.items() if is_set}
     for source in facts.sources if wanted else ():
         for document, token in _last_tokens(source):
             if token != facts.eod_id:

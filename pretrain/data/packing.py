@@ -75,8 +75,8 @@ def cuts(lengths: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
     return np.maximum(lengths - 2, 0) // length
 
 
-def best_fit(counts: Sequence[int], room: int) -> tuple[list[Placed], int, dict[int, int]]:
-    """Place counts[size] pieces of each size from 1 to ``room`` by best-fit-decreasing.
+def best_fit(counts: Sequence[int], capacity: int) -> tuple[list[Placed], int, dict[int, int]]:
+    """Place counts[size] pieces of each size from 1 to ``capacity`` by best-fit-decreasing.
 
     Return the placements, the largest size first; the number of sequences; and a mapping from each
     number of free tokens above 0 to the number of sequences that have it.
@@ -100,7 +100,7 @@ def best_fit(counts: Sequence[int], room: int) -> tuple[list[Placed], int, dict[
                 insort(spaces, left)
             runs.setdefault(left, []).append(run)
 
-    for size in range(room, 0, -1):
+    for size in range(capacity, 0, -1):
         count = int(counts[size])
         while count:
             at = bisect_left(spaces, size)
@@ -110,7 +110,7 @@ def best_fit(counts: Sequence[int], room: int) -> tuple[list[Placed], int, dict[
                 if not runs[space]:
                     del runs[space], spaces[at]
             else:
-                space, run = room, range(used, used - -count // (room // size))
+                space, run = capacity, range(used, used - -count // (capacity // size))
                 used = run.stop
             most = space // size
             full, more = count // most, min(1, count % most)
@@ -128,26 +128,24 @@ def pack(lengths: npt.NDArray[Any], length: int, seed: int) -> Packing:
     omitted. length: tokens per sequence. seed: determines which pieces of equal size share a
     sequence, and the order of pieces. The function uses about 40 bytes per document.
     """
-    room = length + 1
+    capacity = length + 1
     # RandomState is numpy's frozen generator.
     order = np.random.RandomState(seed).permutation(len(lengths)).astype(np.int32)
     sizes = lengths[order]
     order, sizes = order[sizes > 0], sizes[sizes > 0]
     before = cuts(sizes, length).astype(np.int32)
     last = sizes - before * length
-    placed, used, _ = best_fit(np.bincount(last, minlength=room + 1).tolist(), room)
+    placed, used, _ = best_fit(np.bincount(last, minlength=capacity + 1).tolist(), capacity)
     where = np.empty(len(order), np.int32)  # sequence of each last piece
-    small = np.uint16 if room < 2**16 else np.int32  # numpy sorts 16-bit integers by radix
-    where[np.argsort((room - last).astype(small), kind="stable")] = np.concatenate(
+    small = np.uint16 if capacity < 2**16 else np.int32  # numpy sorts 16-bit integers by radix
+    where[np.argsort((capacity - last).astype(small), kind="stable")] = np.concatenate(
         [np.repeat(np.arange(first, end, dtype=np.int32), each) for _, first, end, each in placed]
     )
     first = np.concatenate(([0], np.cumsum(np.bincount(where, minlength=used))))
     place = np.argsort(where, kind="stable")
-    whole = np.flatnonzero(before)  # documents with pieces that fill a sequence
-    alone = np.repeat(whole, before[whole])
-    number = np.arange(len(alone)) - np.repeat(
-        np.cumsum(before[whole]) - before[whole], before[whole]
-    )
+    full = np.flatnonzero(before)  # documents with pieces that fill a sequence
+    alone = np.repeat(full, before[full])
+    number = np.arange(len(alone)) - np.repeat(np.cumsum(before[full]) - before[full], before[full])
     pieces = np.empty((len(order) + len(alone), 2), np.int32)
     pieces[: len(order), 0], pieces[: len(order), 1] = order[place], before[place]
     pieces[len(order) :, 0], pieces[len(order) :, 1] = order[alone], number

@@ -49,13 +49,13 @@ class PartLengths:
         cost is linear in the length.
         """
         held = np.flatnonzero(self.shares)
-        asked = held
+        requested = held
         if held.size > _LENGTHS:
-            asked = held[np.unique(np.geomspace(1, held.size, _LENGTHS).astype(np.int64)) - 1]
-        cost_of = [cost(length) for length in asked.tolist()]
+            requested = held[np.unique(np.geomspace(1, held.size, _LENGTHS).astype(np.int64)) - 1]
+        cost_of = [cost(length) for length in requested.tolist()]
         return {
             name: float(
-                self.shares[held] @ np.interp(held, asked, [costs[name] for costs in cost_of])
+                self.shares[held] @ np.interp(held, requested, [costs[name] for costs in cost_of])
             )
             for name in cost_of[0]
         }

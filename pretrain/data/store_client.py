@@ -41,7 +41,7 @@ from fem_common.files import (
     write_atomically,
 )
 from fem_common.progress import Progress
-from fem_common.stores import open_store, said, until_it_works
+from fem_common.stores import message_of, open_store, until_it_works
 from pretrain.data.facts import SAMPLE_BLOCKS, read_manifest, sample_digest, sample_ranges
 from pretrain.data.store_cache import CLIENT, local_prefix
 
@@ -184,18 +184,18 @@ def may_keep(number: int, allowed: int, count: int) -> bool:
     return number * _GOLDEN % 2**64 * count < allowed << 64
 
 
-def shares(sizes: Sequence[int], room: int) -> list[int]:
+def shares(sizes: Sequence[int], capacity: int) -> list[int]:
     """Return the number of blocks of each .bin that may be cached.
 
     sizes: bytes of each .bin. room: bytes that all files together may use. The space for samples
     and hash tables is subtracted first.
     """
     counts = [blocks_of(size) for size in sizes]
-    spare = (room - len(sizes) * (SAMPLE_BLOCKS + 4) * BLOCK - sum(counts) * _HASH) // BLOCK
+    spare = (capacity - len(sizes) * (SAMPLE_BLOCKS + 4) * BLOCK - sum(counts) * _HASH) // BLOCK
     return [min(count, count * max(spare, 0) // max(sum(counts), 1)) for count in counts]
 
 
-def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
+def serve(cache: Path, patience: float, capacity: int, urls: Sequence[str]) -> None:
     """Answer the requests that arrive on stdin, in their order, on stdout. Does not return."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -206,7 +206,7 @@ def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
     os.dup2(2, 1)  # other output must not mix with the answers
     threading.Thread(target=_answer, args=(answers, out), daemon=True).start()
     local = [local_prefix(url, cache) for url in urls]
-    kept = shares([os.path.getsize(f"{prefix}.bin") for prefix in local], room)
+    kept = shares([os.path.getsize(f"{prefix}.bin") for prefix in local], capacity)
     files = [
         Blocks(ObjectStore(url, patience), prefix, allowed)
         for url, prefix, allowed in zip(urls, local, kept, strict=True)
@@ -259,7 +259,7 @@ class Source:
         """
         names = (_MANIFEST, f"{self.name}.idx", f"{self.name}.bin")
         there = {
-            name: self.store.insist(lambda name=name: self._look(name))  # type: ignore[misc]
+            name: self.store.insist(lambda name=name: self._query(name))  # type: ignore[misc]
             for name in names
         }
         make_folder(self.folder)
@@ -275,7 +275,7 @@ class Source:
                         known[f"{name} sample"] = sample_digest(self.folder / name)
                     write_atomically(self.folder / _KNOWN, json.dumps(known, indent=1))
 
-    def _look(self, name: str) -> Mapping[str, Any]:
+    def _query(self, name: str) -> Mapping[str, Any]:
         """Return the store's information about a file; {} for a missing manifest."""
         try:
             info: Mapping[str, Any] = self.store.fs.info(f"{self.store.root}/{name}")
@@ -283,7 +283,7 @@ class Source:
             if isinstance(error, FileNotFoundError) and name == _MANIFEST:
                 return {}
             if isinstance(error, MISTAKES) or type(error).__name__.endswith("CredentialsError"):
-                what = "not found" if isinstance(error, FileNotFoundError) else said(error)
+                what = "not found" if isinstance(error, FileNotFoundError) else message_of(error)
                 raise ConfigError(f"{self.title}: {self.store.folder}/{name}: {what}") from None
             raise
         return info

@@ -36,9 +36,9 @@ class StoreReader:
         self.urls = list(
             dict.fromkeys(source.prefix for source in sources if is_url(source.prefix))
         )
-        self.cache, self.room = store_cache(config), int(config.data.store_cache_gb * 1e9)
+        self.cache, self.capacity = store_cache(config), int(config.data.store_cache_gb * 1e9)
         self.process: subprocess.Popen[bytes] | None = None
-        self.asked = dict[Range, bytes | None]()  # None: requested, not received yet
+        self.requested = dict[Range, bytes | None]()  # None: requested, not received yet
         self.line = deque[Range]()  # order of the answers
         self.planned: list[Range] | None = None
 
@@ -68,13 +68,13 @@ class StoreReader:
             self.planned.append(wanted)
             return bytes(wanted[2])
         self._ask([wanted])
-        while (content := self.asked[wanted]) is None:
+        while (content := self.requested[wanted]) is None:
             right, length = ANSWER.unpack(self._receive(ANSWER.size))
             answer = self._receive(length)
             if not right:
                 raise StorageError(answer.decode())
-            self.asked[self.line.popleft()] = answer
-        del self.asked[wanted]
+            self.requested[self.line.popleft()] = answer
+        del self.requested[wanted]
         return content
 
     def close(self) -> None:
@@ -84,12 +84,12 @@ class StoreReader:
                 process.kill()
 
     def _ask(self, ranges: Iterable[Range]) -> None:
-        new = [wanted for wanted in dict.fromkeys(ranges) if wanted not in self.asked]
+        new = [wanted for wanted in dict.fromkeys(ranges) if wanted not in self.requested]
         if not new:
             return
         if self.process is None:
             command = subprocesses.command(
-                CLIENT, "serve", self.cache, _PATIENCE, self.room, *self.urls
+                CLIENT, "serve", self.cache, _PATIENCE, self.capacity, *self.urls
             )
             # A separate process session: Ctrl-C at the training's terminal does not reach it.
             self.process = subprocess.Popen(
@@ -99,7 +99,7 @@ class StoreReader:
                 env=subprocesses.environ(),
                 start_new_session=True,
             )
-        self.asked.update(dict.fromkeys(new))
+        self.requested.update(dict.fromkeys(new))
         self.line.extend(new)
         assert self.process.stdin is not None
         try:

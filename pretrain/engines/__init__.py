@@ -2,12 +2,20 @@
 
 from pretrain.engines.engine import (
     AroundUpdate,
-    Beside,
     Engine,
+    ExtraNumbers,
     StepResult,
     StepTimes,
     Unwanted,
     unobserved,
 )
 
-__all__ = ["AroundUpdate", "Beside", "Engine", "StepResult", "StepTimes", "Unwanted", "unobserved"]
+__all__ = [
+    "AroundUpdate",
+    "Engine",
+    "ExtraNumbers",
+    "StepResult",
+    "StepTimes",
+    "Unwanted",
+    "unobserved",
+]

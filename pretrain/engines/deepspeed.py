@@ -42,7 +42,7 @@ from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.deepspeed_settings import deepspeed_config
 from pretrain.engines.engine import (
     AroundUpdate,
-    Beside,
+    ExtraNumbers,
     StepResult,
     StepTimes,
     Unwanted,
@@ -130,7 +130,7 @@ class DeepSpeedEngine:
             self._leave_environment()
             raise
         if config.engine.zero_stage == 3:
-            _gather_updates_whole(self.model)
+            _gather_full_updates(self.model)
         self.state = ZeroState(self.engine, weights)
         self.state.connect(config.model)
         self.rates = LearningRates(config, schedule, self.engine.optimizer)
@@ -152,7 +152,7 @@ class DeepSpeedEngine:
         samples_after: int,
         *,
         timed: bool = False,
-        beside: Beside = tuple,
+        extra: ExtraNumbers = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
         """Take one optimizer step.
@@ -179,7 +179,7 @@ class DeepSpeedEngine:
             reports.append(torch.stack([total.detach(), tokens]))
             self.engine.backward(poisoned(total) * scale)
             if unwanted and number == self.micro_batches - 1:
-                known = summed_over_ranks(reports, beside())
+                known = summed_over_ranks(reports, extra())
                 self.judge = partial(unwanted, known[0])
             with self._updates_looked_at():
                 self.engine.step()
@@ -188,11 +188,11 @@ class DeepSpeedEngine:
             grad_norm = math.nan if math.isnan(grad_norm) else self.norm
         else:
             squares = self._grad_norm() ** 2 if torch.distributed.get_rank() == 0 else 0.0
-            loss, grad_norm, sums = summed_over_ranks(reports, beside(), squares)
+            loss, grad_norm, sums = summed_over_ranks(reports, extra(), squares)
         skipped = self.unwanted or not math.isfinite(grad_norm)
         if self.scales and not skipped:
             self.scales.advance()
-        return StepResult(loss, grad_norm, lr, skipped=skipped, times=times, beside=sums)
+        return StepResult(loss, grad_norm, lr, skipped=skipped, times=times, extra=sums)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
@@ -401,8 +401,8 @@ def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
 
         def judged_groups() -> list[Any]:
             found: list[Any] = groups()
-            whole = combine_grad_norm_groups(found)
-            return [torch.full_like(whole, math.inf)] if skips(float(whole)) else found
+            full = combine_grad_norm_groups(found)
+            return [torch.full_like(full, math.inf)] if skips(float(full)) else found
 
         optimizer._get_norm_groups = judged_groups
     else:
@@ -439,7 +439,7 @@ def _forget(model: GPTModel) -> None:
     to_release.__closure__[0].cell_contents.cache_clear()
 
 
-def _gather_updates_whole(model: GPTModel) -> None:
+def _gather_full_updates(model: GPTModel) -> None:
     """Register with ZeRO-3 the weights that a mixer or an MLP reads from its submodules.
 
     ZeRO-3 gathers a module's own parameters only around the module's own call. An update reads the
@@ -467,10 +467,10 @@ def _sum_over_sequence_slices(model: GPTModel) -> None:
     group = parallel_state.get_tensor_model_parallel_group()
 
     def sum_(gradient: torch.Tensor) -> torch.Tensor:
-        whole = gradient.float()
-        whole = whole.clone() if whole is gradient else whole
-        torch.distributed.all_reduce(whole, group=group)
-        return whole.to(gradient.dtype)
+        full = gradient.float()
+        full = full.clone() if full is gradient else full
+        torch.distributed.all_reduce(full, group=group)
+        return full.to(gradient.dtype)
 
     for parameter in model.parameters():
         if getattr(parameter, "sequence_parallel", False):

@@ -27,7 +27,7 @@ class StepResult:
     skipped: bool  # not updated: loss or gradient was not finite, or the step was unwanted
     times: StepTimes | None = None  # this rank's times, if requested
     # Sums over the ranks of the additional numbers.
-    beside: list[float] = field(default_factory=list)
+    extra: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepTimes:
     waiting: float
 
 
-Beside = Callable[[], Iterable[float]]
+ExtraNumbers = Callable[[], Iterable[float]]
 Unwanted = Callable[[float, float], bool]
 """True if a step's loss and gradient norm, both finite, forbid its update; equal on every rank."""
 AroundUpdate = Callable[[Callable[[], "Iterable[Held]"]], AbstractContextManager[None]]
@@ -73,7 +73,7 @@ class Engine(Protocol):
         samples_after: int,
         *,
         timed: bool = False,
-        beside: Beside = tuple,
+        extra: ExtraNumbers = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
         """Take one optimizer step over ``global_batch_size`` sequences.

@@ -41,7 +41,7 @@ from pretrain.engines.building import (
 )
 from pretrain.engines.engine import (
     AroundUpdate,
-    Beside,
+    ExtraNumbers,
     StepResult,
     StepTimes,
     Unwanted,
@@ -102,7 +102,7 @@ class MegatronEngine:
         samples_after: int,
         *,
         timed: bool = False,
-        beside: Beside = tuple,
+        extra: ExtraNumbers = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
         """Take one optimizer step.
@@ -120,17 +120,17 @@ class MegatronEngine:
         reports = self._run(batches, self.micro_batches, forward_only=False)
         times = self._times(started)
         self.optimizer.prepare_grads()
-        loss, grad_norm, sums = summed_over_ranks(reports, beside(), self._squares())
+        loss, grad_norm, sums = summed_over_ranks(reports, extra(), self._squares())
         update = math.isfinite(grad_norm)  # the loss too (`poisoned`)
         if update and unwanted:
             update = not unwanted(loss, grad_norm)
-        with self.around_update(self.split.parts if self.split else self._whole_parts):
+        with self.around_update(self.split.parts if self.split else self._full_parts):
             if update:
                 self._clip(grad_norm)
                 self.optimizer.step_with_ready_grads()
         if update and self.scales:
             self.scales.advance()
-        return StepResult(loss, grad_norm, lr, skipped=not update, times=times, beside=sums)
+        return StepResult(loss, grad_norm, lr, skipped=not update, times=times, extra=sums)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
@@ -151,7 +151,7 @@ class MegatronEngine:
             return {
                 **state,
                 "optimizer": self.optimizer.sharded_state_dict(
-                    _whole(state), metadata=sharding_metadata()
+                    _full_state(state), metadata=sharding_metadata()
                 ),
             }
         return {**state, "optimizer": optimizer_state(self.split.held(), self.split.groups())}
@@ -161,15 +161,15 @@ class MegatronEngine:
 
         With ``model_only`` the optimizer's fp32 weights are copied from the model's weights.
         """
-        asked = self._model_state()
+        requested = self._model_state()
         if not model_only and self.split is None:
-            asked["optimizer"] = self.optimizer.sharded_state_dict(
-                _whole(asked), is_loading=True, metadata=sharding_metadata()
+            requested["optimizer"] = self.optimizer.sharded_state_dict(
+                _full_state(requested), is_loading=True, metadata=sharding_metadata()
             )
         state = (
-            read(asked)
+            read(requested)
             if model_only or self.split is None
-            else read_optimizer(read, self.split.held(), asked)
+            else read_optimizer(read, self.split.held(), requested)
         )
         for i, model in enumerate(self.models):
             model.load_state_dict(state[f"model{i}"], strict=True)
@@ -204,7 +204,7 @@ class MegatronEngine:
             parameter: place for model in self.models for parameter, place in places(model).items()
         }
 
-    def _whole_parts(self) -> Iterator[Held]:
+    def _full_parts(self) -> Iterator[Held]:
         """Yield every parameter of this rank with its gradient and optimizer tensors.
 
         Use it only for the optimizer that is not split over the ranks.
@@ -236,7 +236,7 @@ class MegatronEngine:
             chunk.config, settings, chunk, disable_bucketing=not first
         )
         if layout.overlap_param_gather:
-            _gather_layers_whole(wrapped)
+            _gather_full_layers(wrapped)
         return wrapped
 
     def _optimizer(self) -> Any:
@@ -375,7 +375,7 @@ class MegatronEngine:
                 )
 
 
-def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
+def _gather_full_layers(chunk: DistributedDataParallel) -> None:
     """Make every layer wait for all its weights before its forward pass.
 
     Megatron waits only for the weights of each module that is called, but an update reads the
@@ -493,7 +493,7 @@ class _Replay:
             yield self.waiting[reader].pop(0)
 
 
-def _whole(state: dict[str, Any]) -> Any:
+def _full_state(state: dict[str, Any]) -> Any:
     """Return the model's weights from a state in the form that the plain optimizer requires."""
     return state["model0"] if len(state) == 1 else dict(state)
 

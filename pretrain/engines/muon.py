@@ -302,8 +302,8 @@ class _Exchange:
         came = self._all_to_all(mine, sent, theirs, empty) if moves else {}
         maps = _assembled({one: mine[one] for one in kept} | came)
         by_shape: dict[torch.Size, list[Key]] = {}
-        for key, whole in maps.items():
-            by_shape.setdefault(whole.shape, []).append(key)
+        for key, full in maps.items():
+            by_shape.setdefault(full.shape, []).append(key)
         for keys in by_shape.values():
             maps |= zip(keys, orthogonal(torch.stack([maps[key] for key in keys])), strict=True)
         made = {one: _cut(maps[one.map], one) for one in (*kept, *came)}
@@ -348,9 +348,9 @@ def _assembled(found: dict[Stretch, Tensor]) -> dict[Key, Tensor]:
     return maps
 
 
-def _cut(whole: Tensor, one: Stretch) -> Tensor:
+def _cut(full: Tensor, one: Stretch) -> Tensor:
     """Return the elements of the stretch ``one`` of a full map as a flat tensor."""
     row, column, rows, columns = one.box
-    return whole[row : row + rows, column : column + columns].reshape(-1)[
+    return full[row : row + rows, column : column + columns].reshape(-1)[
         one.start : one.start + one.numel
     ]

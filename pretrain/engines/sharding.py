@@ -142,12 +142,12 @@ def read_optimizer(
     Return everything that was read, including the groups (`optimizer_state`). The last argument
     contains further entries to read in the same call.
     """
-    asked = {number: _state(one, one.numel) for number, one in enumerate(held)}
+    requested = {number: _state(one, one.numel) for number, one in enumerate(held)}
     targets = {
         number: {name: {n: part.data for n, part in parts.items()} for name, parts in one.items()}
-        for number, one in asked.items()
+        for number, one in requested.items()
     }
-    given = read({**(common or {}), "optimizer": {"param_state": asked}})
+    given = read({**(common or {}), "optimizer": {"param_state": requested}})
     for number, one in targets.items():
         for name, parts_of_one in one.items():
             for n, target in parts_of_one.items():
@@ -204,16 +204,16 @@ def parts(
     return found
 
 
-def in_rounds(sizes: Iterable[tuple[Item, int]], room: int) -> Iterator[list[Item]]:
-    """Yield items in their order: together at most ``room`` elements, or one larger item.
+def in_rounds(sizes: Iterable[tuple[Item, int]], capacity: int) -> Iterator[list[Item]]:
+    """Yield items in their order: together at most ``capacity`` elements, or one larger item.
 
     sizes: pairs of an item and its number of elements.
     """
-    found, left = list[Item](), room
+    found, left = list[Item](), capacity
     for item, numel in sizes:
         if found and left < numel:
             yield found
-            found, left = [], room
+            found, left = [], capacity
         found.append(item)
         left -= numel
     if found:

@@ -47,7 +47,7 @@ def exchanged_bytes(placement: Placement, *, overlapped: bool = False) -> float:
     it to the transfers that overlap with attention.
     """
     config, kinds = placement.config, split_kinds_of(placement.config)
-    count = Crossing.beside if overlapped else Crossing.sent
+    count = Crossing.overlapped if overlapped else Crossing.sent
     training, again = placement.training, config.train.recompute == "full"
     layers = 0.0
     for name, block in zip(mixer_names(config.model), config.model.blocks(), strict=True):

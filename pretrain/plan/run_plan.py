@@ -335,17 +335,17 @@ def memory_excess(plan: Plan) -> str | None:
     Returns None if the memory is sufficient or the device's memory is unknown.
     """
     device = plan.config.log.device
-    room = memory_gib(device) if device else None
-    if room is None or plan.peak_memory <= room * 2**30:
+    memory_limit = memory_gib(device) if device else None
+    if memory_limit is None or plan.peak_memory <= memory_limit * 2**30:
         return None
     cuts = (
         made
         for made in context_parallel.finer_splits(plan.config, plan.world_size)
-        if make_plan(*made, cuda=plan.cuda).peak_memory <= room * 2**30
+        if make_plan(*made, cuda=plan.cuda).peak_memory <= memory_limit * 2**30
     )
     enough = next((made.parallel.context_parallel_size for made, _ in cuts), None)
     return (
-        f"log.device = {device} has {room} GiB of memory, and a rank needs "
+        f"log.device = {device} has {memory_limit} GiB of memory, and a rank needs "
         f"{gib(plan.peak_memory)}: lower train.micro_batch_size, set train.recompute=full or "
         "train.loss_chunk, or split the model further (parallel.*, engine.*)"
         + (f"; the smallest parallel.context_parallel_size that fits: {enough}" if enough else "")

@@ -20,10 +20,10 @@ _LARGEST = 12
 
 def text(rehearsal: Rehearsal) -> str:
     """Return the rehearsal as text for the console."""
-    plan, room = rehearsal.plan, memory_gib(rehearsal.device)
+    plan, memory_limit = rehearsal.plan, memory_gib(rehearsal.device)
     lines = [
-        f"{plan.config.name} on {plan.world_size} x "
-        f"{rehearsal.device}{'' if room is None else f', {room} GiB each'}: rehearsal of one step"
+        f"{plan.config.name} on {plan.world_size} x {rehearsal.device}"
+        f"{'' if memory_limit is None else f', {memory_limit} GiB each'}: rehearsal of one step"
     ]
     for rank in rehearsal.ranks:
         lines += _rank_lines(plan, rank)
@@ -162,7 +162,7 @@ def _rank_json(rehearsal: Rehearsal, rank: Rank) -> dict[str, Any]:
 def draw(rehearsal: Rehearsal, file: Path) -> None:
     """Write a PNG figure of the memory by holder during the step, one panel per kind of rank."""
     figure = new_figure((9.0, 1.0 + 2.6 * len(rehearsal.ranks)))
-    plan, room = rehearsal.plan, memory_gib(rehearsal.device)
+    plan, memory_limit = rehearsal.plan, memory_gib(rehearsal.device)
     for axes, rank in zip(
         figure.subplots(len(rehearsal.ranks), squeeze=False)[:, 0], rehearsal.ranks, strict=True
     ):
@@ -175,7 +175,9 @@ def draw(rehearsal: Rehearsal, file: Path) -> None:
             f"{rank.peak.phase} of {rank.peak.part}"
         )
         axes.set_title(
-            title + ("" if room is None else f", of {room} GiB"), loc="left", fontsize=10
+            title + ("" if memory_limit is None else f", of {memory_limit} GiB"),
+            loc="left",
+            fontsize=10,
         )
         plain_axes(axes, "", "GiB", grid="y")
         axes.legend(loc="upper right", fontsize=8, ncols=len(CONTENTS), frameon=False)

@@ -133,11 +133,14 @@ class Rehearsal:
 
         The value is None if the memory suffices or the memory of the device is unknown.
         """
-        room, most = memory_gib(self.device), max(self.ranks, key=lambda rank: rank.peak.bytes)
-        if room is None or most.peak.bytes <= room * 2**30:
+        memory_limit, most = (
+            memory_gib(self.device),
+            max(self.ranks, key=lambda rank: rank.peak.bytes),
+        )
+        if memory_limit is None or most.peak.bytes <= memory_limit * 2**30:
             return None
         return (
-            f"{self.device} has {room} GiB of memory, and rank {most.rank} needs "
+            f"{self.device} has {memory_limit} GiB of memory, and rank {most.rank} needs "
             f"{gib(most.peak.bytes)}: lower train.micro_batch_size, set train.recompute=full or "
             "train.loss_chunk, or split the model further (parallel.*)"
         )
@@ -211,11 +214,11 @@ def recorded_steps(
         trace.restart()
         trace.stage = FORWARD
         engine.train_step(
-            batches, schedule.samples_at(step), beside=lambda: [*(0.0 for _ in STOP), *peaks]
+            batches, schedule.samples_at(step), extra=lambda: [*(0.0 for _ in STOP), *peaks]
         )
         trace.stage = SETUP
     end = recorder.tick
-    (zero.tell if deepspeed else _tell)(engine, recorder)
+    (zero.set_holders if deepspeed else _set_holders)(engine, recorder)
     return Rank(
         stage=0,
         rank=torch.distributed.get_rank(),
@@ -242,7 +245,7 @@ def _follow(engine: Any, recorder: Recorder) -> None:
     engine.settings.finalize_model_grads_func = reduced
 
 
-def _tell(engine: Any, recorder: Recorder) -> None:
+def _set_holders(engine: Any, recorder: Recorder) -> None:
     """Set the holders of the tensors that Megatron allocates once."""
     recorder.known([list(model.parameters()) for model in engine.models], WEIGHTS)
     buffers = [

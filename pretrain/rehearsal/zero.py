@@ -117,7 +117,7 @@ def follow(engine: Any, recorder: Recorder) -> None:
         trace.stage = REDUCTION
         reduce(*args, **kwargs)
         trace.stage = FORWARD
-        tell(engine, recorder)
+        set_holders(engine, recorder)
 
     def updated(*args: Any, **kwargs: Any) -> None:
         trace.stage = UPDATE
@@ -129,8 +129,8 @@ def follow(engine: Any, recorder: Recorder) -> None:
     recorder.forget(getattr(inner.optimizer, "round_robin_bit16_meta", []))
     for parameter in engine.model.parameters():
         parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, recorder))
-    engine.state.adam.register_step_pre_hook(lambda *_: tell(engine, recorder))
-    tell(engine, recorder)
+    engine.state.adam.register_step_pre_hook(lambda *_: set_holders(engine, recorder))
+    set_holders(engine, recorder)
 
 
 def _gradient_hook(engine: Any, recorder: Recorder) -> Callable[[Any], None]:
@@ -139,18 +139,18 @@ def _gradient_hook(engine: Any, recorder: Recorder) -> Callable[[Any], None]:
     DeepSpeed's own hook has run before it and may have moved the gradient into a bucket.
     """
 
-    def told(parameter: Any) -> None:
+    def hook(parameter: Any) -> None:
         recorder.known(_buckets(engine.engine.optimizer), WORKSPACE)
         recorder.known([parameter.grad, getattr(parameter, "grad_accum", None)], GRADIENTS)
 
-    return told
+    return hook
 
 
 def _buckets(optimizer: Any) -> list[Any]:
     return [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
 
 
-def tell(engine: Any, recorder: Recorder) -> None:
+def set_holders(engine: Any, recorder: Recorder) -> None:
     """Set the holders of the memory that exists now.
 
     Only the first holder set for a tensor counts: in stage 0 the optimizer updates the weights

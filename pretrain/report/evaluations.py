@@ -85,12 +85,12 @@ class Evaluations(Callback):
         newest = _newest(self.checkpoints)
         # Later evaluations were of weights that no longer exist.
         self.ended = {number for number in _ended(self.folder / NAME) if number <= newest}
-        self._look()
+        self._poll()
 
     def on_step(self, record: StepRecord) -> None:
         """Report a finished evaluation and start the next one that is due."""
         self.step = record.step
-        self._look()
+        self._poll()
 
     def on_end(self) -> None:
         """Wait for the running evaluation if training is complete.
@@ -98,21 +98,21 @@ class Evaluations(Callback):
         If training stopped early or a signal arrives while waiting, the evaluation is terminated.
         """
         try:
-            self._look()
+            self._poll()
             now = time.monotonic()
             while self.running is not None and self.step >= self.steps and not self.received:
                 if time.monotonic() - now > _WORD_SECONDS:
                     now = time.monotonic()
-                    self._say(
+                    self._log(
                         f"waiting for the evaluation of step {self.running.step} "
                         f"({(now - self.running.started) / 60:.0f} minutes)"
                     )
                 time.sleep(_POLL_SECONDS)
-                self._look()
+                self._poll()
         finally:
             self._leave()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Report a finished evaluation, and start the next one that is due.
 
         Errors of files and processes are reported, not raised.
@@ -130,7 +130,7 @@ class Evaluations(Callback):
                 (step, checkpoint), self.waiting = self.waiting, None
                 self._start(step, checkpoint)
         except OSError as error:
-            self._say(f"evaluation: {error}")
+            self._log(f"evaluation: {error}")
 
     def _note_due(self) -> None:
         """Queue the newest checkpoint that is due; it replaces an older checkpoint in the queue."""
@@ -144,12 +144,12 @@ class Evaluations(Callback):
         if path is None or step in busy or (self.waiting is not None and step <= self.waiting[0]):
             return
         if self.waiting is not None:
-            self._say(
+            self._log(
                 f"evaluation of step {self.waiting[0]} is skipped: that of step {busy[0]} still "
                 f"runs, and step {step} is due"
             )
         elif busy:
-            self._say(f"evaluation of step {step} waits: that of step {busy[0]} still runs")
+            self._log(f"evaluation of step {step} waits: that of step {busy[0]} still runs")
         self.waiting = step, path
         self._note_use()
 
@@ -217,10 +217,10 @@ class Evaluations(Callback):
             for logger in self.loggers:
                 logger.on_values(running.step, values)
             listed = ", ".join(f"{label} {_with_error(score)}" for label, score in scores.items())
-            self._say(f"evaluation of step {running.step}: {listed} ({seconds:.0f} s)")
+            self._log(f"evaluation of step {running.step}: {listed} ({seconds:.0f} s)")
             line["scores"] = scores
         if fault:
-            self._say(f"evaluation of step {running.step} failed: {fault}; see {out / 'log'}")
+            self._log(f"evaluation of step {running.step} failed: {fault}; see {out / 'log'}")
             line["failed"] = fault
         append_json_line(self.folder / NAME, line)
 
@@ -237,7 +237,7 @@ class Evaluations(Callback):
             undone.append(self.waiting[1])
         for checkpoint in undone:
             command = shlex.join(["python", *self._command(checkpoint)[1:]])
-            self._say(
+            self._log(
                 f"evaluation of step {_step(checkpoint)} is not finished; resuming the training "
                 f"starts it again, or run: {command}"
             )
@@ -282,7 +282,7 @@ class Evaluations(Callback):
             *(path for checkpoint in used for path in self._averaged(checkpoint)),
         }
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         for logger in self.loggers:
             logger.on_message(text)
 

@@ -23,7 +23,7 @@ from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.report.metrics import StepRecord
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Callback:
@@ -246,7 +246,7 @@ def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Ca
 
 
 @contextmanager
-def logged_kernels(log: Say) -> Iterator[None]:
+def logged_kernels(log: Log) -> Iterator[None]:
     """Print the log records of the kernels during the block with the given function.
 
     The records name the chosen implementations and the reasons. Without a GPU all reasons are the
@@ -254,7 +254,7 @@ def logged_kernels(log: Say) -> Iterator[None]:
     """
     chosen: dict[str, list[str]] = {}
 
-    class Told(logging.Handler):
+    class LogHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.levelno > logging.INFO or platform.has_cuda():
                 log(f"kernels: {self.format(record)}")
@@ -272,7 +272,7 @@ def logged_kernels(log: Say) -> Iterator[None]:
 
     logger = logging.getLogger("kernels")
     handlers, level = logger.handlers, logger.level
-    logger.handlers = [Told()]
+    logger.handlers = [LogHandler()]
     logger.setLevel(logging.INFO)
     try:
         yield

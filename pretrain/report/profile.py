@@ -40,9 +40,9 @@ class Profiler:
         The yielded list then receives one line per file, written or failed.
         """
         lines: list[str] = []
-        asked, self.received.profile = self.received.profile, False
+        requested, self.received.profile = self.received.profile, False
         rank = torch.distributed.get_rank()
-        if not asked and (step not in self.settings.steps or rank not in self.settings.ranks):
+        if not requested and (step not in self.settings.steps or rank not in self.settings.ranks):
             yield lines
             return
         name = self.run_dir / FOLDER / f"step_{step:08}_rank_{rank:05}"

@@ -40,7 +40,7 @@ class ProgressFile:
     folder: Path | None  # the run directory; None on ranks that do not write
     schedule: Schedule
     world_size: int
-    told: tuple[str | None, Path | None] = (None, None)  # state and checkpoint in the file
+    written: tuple[str | None, Path | None] = (None, None)  # state and checkpoint in the file
     step: int = 0
     consumed_samples: int = 0
     checkpoint: Path | None = None
@@ -49,7 +49,7 @@ class ProgressFile:
         """Set the finished step and the newest complete checkpoint for the next write."""
         self.step, self.consumed_samples, self.checkpoint = step, consumed_samples, checkpoint
 
-    def tell(self, state: str, *, signal: str | None = None, message: str | None = None) -> None:
+    def write(self, state: str, *, signal: str | None = None, message: str | None = None) -> None:
         """Write the file with this state.
 
         A message of several lines becomes one line, and secret values from the environment are
@@ -59,7 +59,7 @@ class ProgressFile:
             OSError: the run directory is not writable.
         """
         assert state in STATES
-        self.told = state, self.checkpoint
+        self.written = state, self.checkpoint
         if self.folder is None:
             return
         if message is not None:

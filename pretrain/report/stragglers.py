@@ -136,7 +136,7 @@ class Stragglers:
         self.places: list[RankPosition] = [here] * torch.distributed.get_world_size()
         if interval and len(self.places) > 1:
             torch.distributed.all_gather_object(self.places, here)
-        self.hosts_told = False
+        self.hosts_reported = False
 
     def due(self, step: int) -> bool:
         """Return True if the times of ``step`` are compared; always False with a single rank."""
@@ -177,9 +177,9 @@ class Stragglers:
             "matmul_ratio": round(found.matmul_ratio, 3),
             "group": found.group,
         }
-        if not self.hosts_told:
+        if not self.hosts_reported:
             line["hosts"] = [place.host for place in self.places]
-            self.hosts_told = True
+            self.hosts_reported = True
         append_json_line(path, line)
 
 

@@ -28,7 +28,7 @@ from data_prep.verbs.run import finished
 from fem_common.errors import UserError
 from fem_common.exits import Exit
 from fem_common.files import remove_leftovers, temporary
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 
 FLOCK = fcntl.flock
 
@@ -44,7 +44,7 @@ def work(out: Path) -> None:
     for folder in (out, out / SHARDS):
         remove_leftovers(folder)
     plan = read_plan(out)
-    room.encode_units(
+    base.encode_units(
         out,
         [
             unit.number
@@ -52,7 +52,7 @@ def work(out: Path) -> None:
             if not (out / "manifest.json").exists() and not finished(out, plan, unit)
         ],
     )
-    room.merge(out)
+    base.merge(out)
 
 
 def dies_at(number: int, out: Path) -> bool:
@@ -88,9 +88,9 @@ def dies_at(number: int, out: Path) -> bool:
 def planned(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     """Plan of two units with bad rows."""
     folder = tmp_path_factory.mktemp("planned")
-    file = room.write_parquet(folder / "rows.parquet", room.rows_with_faults(40), row_group_size=25)
+    file = base.write_parquet(folder / "rows.parquet", base.rows_with_faults(40), row_group_size=25)
     shares = "--valid-percent 30 --test-percent 0"
-    return room.plan_folder(folder / "out", [file], tokenizer, shares, room.SMALL_UNITS)
+    return base.plan_folder(folder / "out", [file], tokenizer, shares, base.SMALL_UNITS)
 
 
 @pytest.mark.parametrize(
@@ -102,16 +102,16 @@ def test_a_death_before_any_call_loses_nothing_that_was_done(
     """The process dies before every fourth call. Before every fifth of these, the restarted process
     dies a few calls later.
     """
-    work(room.copied(planned, tmp_path / "whole"))
-    whole, number, most, died = room.snapshot(tmp_path / "whole"), first, 0, True
-    shards = room.snapshot(room.encode_units(room.copied(planned, tmp_path / "shards")))
+    work(base.copied(planned, tmp_path / "whole"))
+    full, number, most, died = base.snapshot(tmp_path / "whole"), first, 0, True
+    shards = base.snapshot(base.encode_units(base.copied(planned, tmp_path / "shards")))
     while died:
-        out = room.copied(planned, tmp_path / f"at-{number}")
+        out = base.copied(planned, tmp_path / f"at-{number}")
         died = dies_at(number, out)
         found = {
-            name: content for name, content in room.snapshot(out).items() if "/." not in f"/{name}"
+            name: content for name, content in base.snapshot(out).items() if "/." not in f"/{name}"
         }
-        assert all(content == (shards | whole)[name] for name, content in found.items()), number
+        assert all(content == (shards | full)[name] for name, content in found.items()), number
         done = {
             name.split("/")[1][:5]
             for name in found
@@ -122,7 +122,7 @@ def test_a_death_before_any_call_loses_nothing_that_was_done(
             for name in shards
             if name.startswith("shards/") and name[7:12] in done and "manifest.json" not in found
         )
-        assert set(whole) <= set(found) if "manifest.json" in found else len(done) >= most, (
+        assert set(full) <= set(found) if "manifest.json" in found else len(done) >= most, (
             "a unit that was done is lost"
         )
         most = len(done)
@@ -130,7 +130,7 @@ def test_a_death_before_any_call_loses_nothing_that_was_done(
             dies_at(3 + number % 7, out)
         work(out)
         assert (
-            room.snapshot(out) == whole
+            base.snapshot(out) == full
             and not (out / ".unfinished").exists()
             and not (out / "shards").exists()
         ), number
@@ -155,7 +155,7 @@ def test_what_gets_its_final_name_is_on_the_disk_before(
 
     monkeypatch.setattr(os, "fsync", syncs)
     monkeypatch.setattr(os, "replace", names)
-    work(room.copied(planned, tmp_path / "out"))
+    work(base.copied(planned, tmp_path / "out"))
     expected = (
         "00000-train.bin 00001-train.idx 00001.json train.bin valid.idx units.jsonl manifest.json"
     )
@@ -175,36 +175,36 @@ def test_sigkill_at_random_moments(
     after.
     """
     chance, out, log = random.Random(moment), tmp_path / "out", tmp_path / "log"
-    process = room.start(*masked, LOG=str(log), DELAY="0.01")
-    wanted = chance.choice([*range(0, room.UNITS, 3), room.UNITS])
-    room.wait_until(lambda: len(room.entries(out)) >= wanted or process.poll() is not None)
-    workers = room.children(process.pid)
+    process = base.start(*masked, LOG=str(log), DELAY="0.01")
+    wanted = chance.choice([*range(0, base.UNITS, 3), base.UNITS])
+    base.wait_until(lambda: len(base.entries(out)) >= wanted or process.poll() is not None)
+    workers = base.children(process.pid)
     for victim in [[process.pid], workers[:1], [process.pid, *workers], [*workers, process.pid]][
         moment % 4
     ]:
-        room.kill(victim)
+        base.kill(victim)
     assert "Traceback" not in process.communicate(timeout=120)[1]
-    room.wait_until(lambda: not room.live(workers))
-    room.done(*masked, LOG=str(log))
-    assert room.merged_hashes(out) == room.merged_hashes(many_made) and room.unfinished(out) == []
+    base.wait_until(lambda: not base.live(workers))
+    base.done(*masked, LOG=str(log))
+    assert base.merged_hashes(out) == base.merged_hashes(many_made) and base.unfinished(out) == []
     begun = Counter(log.read_text().split())
-    assert len(begun) == room.UNITS and begun.total() - room.UNITS <= 2
+    assert len(begun) == base.UNITS and begun.total() - base.UNITS <= 2
 
 
 def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(
     tmp_path: Path, masked: list[object], many_made: Path
 ) -> None:
-    out, task = tmp_path / "out", f"--task-id 0 --tasks {room.UNITS}"
+    out, task = tmp_path / "out", f"--task-id 0 --tasks {base.UNITS}"
     with lock(out):
         for options in ([], [task]):
-            error = room.refused(*masked, *options, code=Exit.IN_USE)
+            error = base.refused(*masked, *options, code=Exit.IN_USE)
             assert "another data_prep process is writing" in error
     with lock(out, shared=True):
-        room.refused(*masked, code=Exit.IN_USE)
-        assert room.entries(out) == set()
-        room.done(*masked, task)
-    room.done(*masked)
-    assert room.merged_hashes(out) == room.merged_hashes(many_made)
+        base.refused(*masked, code=Exit.IN_USE)
+        assert base.entries(out) == set()
+        base.done(*masked, task)
+    base.done(*masked)
+    assert base.merged_hashes(out) == base.merged_hashes(many_made)
 
 
 def flock_of_nfs(descriptor: int, operation: int) -> None:
@@ -247,22 +247,22 @@ def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(
     tmp_path: Path, rows: Path, tokenizer: Path, merged: Path
 ) -> None:
     """The file size limit is too small first for units, then for merged pairs."""
-    out = room.plan_folder(tmp_path / "out", [rows], tokenizer, room.SMALL_UNITS)
-    command = ["run", "--out", out, room.HF, "--workers 1 --max-bad 100%"]
+    out = base.plan_folder(tmp_path / "out", [rows], tokenizer, base.SMALL_UNITS)
+    command = ["run", "--out", out, base.HF, "--workers 1 --max-bad 100%"]
     for limit, done, folder in (
         (1_000, set(), SHARDS),
         ((merged / "train.bin").stat().st_size // 2, {*range(5)}, ".unfinished"),
     ):
-        result = room.python(LIMITED, limit, *command)
+        result = base.python(LIMITED, limit, *command)
         assert (
             result.returncode == 1
             and result.stderr.count("\n") == 1
             and "File too large; free some space" in result.stderr
         ), result
-        assert f"{out / folder}" in result.stderr and room.entries(out) == done
-        assert not list((out / SHARDS).glob(".*")) and not room.merged_hashes(out), result
-    room.done(*command)
-    assert room.snapshot(out) == room.snapshot(merged)
+        assert f"{out / folder}" in result.stderr and base.entries(out) == done
+        assert not list((out / SHARDS).glob(".*")) and not base.merged_hashes(out), result
+    base.done(*command)
+    assert base.snapshot(out) == base.snapshot(merged)
 
 
 # Merges without working locks. At one of the calls, a second merge runs and must succeed.
@@ -297,7 +297,7 @@ sys.exit(main(sys.argv[4:]))
 def test_merges_at_once_without_a_working_lock_leave_the_data_whole(
     shards: Path, merged: Path, lock: str, call: str, number: int
 ) -> None:
-    result = room.python(
+    result = base.python(
         BESIDE, lock, call, number, "merge", shards, "--max-bad 100%", BESIDE=BESIDE
     )
     errors = [line for line in result.stderr.splitlines() if "cannot be locked" not in line]
@@ -307,14 +307,14 @@ def test_merges_at_once_without_a_working_lock_leave_the_data_whole(
         (2, 1),
         (75, 1),
     ), result
-    assert room.snapshot(shards) == room.snapshot(merged)
+    assert base.snapshot(shards) == base.snapshot(merged)
 
 
 def test_leftovers_of_the_dead_go_those_of_the_living_stay(
     tmp_path: Path, masked: list[object]
 ) -> None:
     out = tmp_path / "out"
-    room.done(*masked, "--task-id 0 --tasks 2")
+    base.done(*masked, "--task-id 0 --tasks 2")
     nobody = Path("/proc/sys/kernel/pid_max").read_text().strip()
     shards, host = out / "shards", socket.gethostname()
     mine = temporary(shards / "00001")
@@ -328,7 +328,7 @@ def test_leftovers_of_the_dead_go_those_of_the_living_stay(
         (folder / "train.bin").write_bytes(b"part")
     of_the_dead[1].write_bytes(b"{")
     os.utime(long_ago, times=(time.time() - 100_000,) * 2)
-    room.done(*masked, "--task-id 1 --tasks 2")
+    base.done(*masked, "--task-id 1 --tasks 2")
     assert {path for path in (*shards.glob(".*"), *out.glob(".*")) if path.name != LOCK} == {
         mine,
         elsewhere,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.prepared.document_ids import IdsWriter, line_of, lines_at, numbers_of
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 
 IDS = [
     b"a",
@@ -55,6 +55,6 @@ def test_a_document_is_found_by_number_and_by_id(
 def test_texts_that_are_their_own_ids_are_not_written_twice(
     tmp_path: Path, rows: Path, tokenizer: Path
 ) -> None:
-    options = f"{room.SMALL_UNITS} --id-column text"
-    out = room.prepared(tmp_path / "data", [rows], tokenizer, options)
-    assert not list(out.glob("*.ids")) and room.cli("verify", out).returncode == 0
+    options = f"{base.SMALL_UNITS} --id-column text"
+    out = base.prepared(tmp_path / "data", [rows], tokenizer, options)
+    assert not list(out.glob("*.ids")) and base.cli("verify", out).returncode == 0

@@ -31,7 +31,7 @@ from data_prep.prepared.records import read
 from data_prep.sources import Rows
 from data_prep.sources.rows import BadRow, Drop
 from fem_common.errors import UserError
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 
 PIECES = "plain |é|東京|🙂|\x00|\U0010ffff|\ud7ff\ue000\uffff".encode().split(b"|")
 # A lone surrogate, half of one, an overlong NUL and slash, beyond U+10FFFF, truncated,
@@ -178,9 +178,9 @@ def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
         list[BadRow](),
     )
     for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
-        whole = arrow(rows, form) if form != "batches" else arrow(rows)
+        full = arrow(rows, form) if form != "batches" else arrow(rows)
         documents, reasons, bads = selection.of(
-            Rows(whole.places[start:stop], whole.batch.slice(start, stop - start))
+            Rows(full.places[start:stop], full.batch.slice(start, stop - start))
         )
         assert documents.texts.type == pa.large_string() and documents.ids.type == pa.large_binary()
         documents.texts.validate(full=True)
@@ -205,7 +205,7 @@ def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
     expected = [
         (row.place, reason)
         for row, reason in zip(rows, verdicts, strict=True)
-        if reason and not reason.asked_for
+        if reason and not reason.requested
     ]
     assert [(row.place, row.reason) for row in bad[:BAD_ROWS_LISTED]] == expected[
         :BAD_ROWS_LISTED
@@ -241,7 +241,7 @@ def test_every_invalid_sequence_is_found_and_no_valid_one() -> None:
     )
 
 
-def test_bad_rows_say_what_is_wrong_and_a_row_at_a_limit_is_in() -> None:
+def test_bad_rows_state_what_is_wrong_and_a_row_at_a_limit_is_in() -> None:
     rows = [
         Row(10, b"good", b"1"),
         Row(20, b"caf\xe9 au lait", b"2"),
@@ -345,7 +345,7 @@ def test_the_shares_that_fit_leave_no_split_empty() -> None:
 def parse(*options: str) -> Settings:
     parser = argparse.ArgumentParser()
     add_settings_arguments(parser)
-    return settings_of(parser.parse_args(room.words_of(*options)))
+    return settings_of(parser.parse_args(base.words_of(*options)))
 
 
 def test_options_become_settings() -> None:

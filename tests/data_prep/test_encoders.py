@@ -32,7 +32,7 @@ from data_prep.encode.encoders import (
 from data_prep.encode.selfcheck import PARTS, battery, check, compare
 from data_prep.encode.tokenizer import TokenizerFolder, load_folder
 from fem_common.errors import UserError
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 from tests.data_prep.tokenizers_made import (
     EOD,
     EXACT,
@@ -235,20 +235,20 @@ def test_special_tokens_in_text_are_text_of_a_vocabulary_that_is_looked_up(
 def test_batches_slices_and_order_make_no_difference(made_of: Made, name: str, kind: str) -> None:
     folder, random_ = made_of(name), random.Random(1)
     strings = ["", *battery(folder, 200, 2000), "", "x" * 5000, ""]
-    encoder, whole_texts = make(folder, kind), arrow(strings)
-    whole = lists(encoder.encode(whole_texts))
-    assert whole[0] == whole[-1] == [] and lists(encoder.encode(arrow([]))) == []
+    encoder, full_texts = make(folder, kind), arrow(strings)
+    full = lists(encoder.encode(full_texts))
+    assert full[0] == full[-1] == [] and lists(encoder.encode(arrow([]))) == []
     for _ in range(20):
         start = random_.randrange(len(strings))
         stop = random_.randrange(start, len(strings) + 1)
-        assert lists(encoder.encode(whole_texts.slice(start, stop - start))) == whole[start:stop]
+        assert lists(encoder.encode(full_texts.slice(start, stop - start))) == full[start:stop]
     order = random_.sample(range(len(strings)), len(strings))
-    assert lists(encoder.encode(whole_texts.take(pa.array(order)))) == [
-        whole[number] for number in order
+    assert lists(encoder.encode(full_texts.take(pa.array(order)))) == [
+        full[number] for number in order
     ]
-    assert [
-        lists(encoder.encode(whole_texts.slice(number, 1)))[0] for number in range(60)
-    ] == whole[:60]
+    assert [lists(encoder.encode(full_texts.slice(number, 1)))[0] for number in range(60)] == full[
+        :60
+    ]
 
 
 def without_type(spec: Spec) -> None:
@@ -333,7 +333,7 @@ print(loaded)
 
 def test_gigatoken_forgets_words_when_they_take_too_much(made_of: Made) -> None:
     """A separate process is used because the test measures the growth of the process."""
-    assert 2 < int(room.python(FORGETS, made_of("gpt").path).stdout) < 12
+    assert 2 < int(base.python(FORGETS, made_of("gpt").path).stdout) < 12
 
 
 # --- settled code points --------------------------------------------------------------------------
@@ -400,7 +400,7 @@ def test_gigatoken_is_chosen_where_it_is_exact(
 
 
 @pytest.mark.parametrize("name", INEXACT)
-def test_hugging_face_is_chosen_where_it_is_not_and_says_why(made_of: Made, name: str) -> None:
+def test_hugging_face_is_chosen_where_it_is_not_and_reports_why(made_of: Made, name: str) -> None:
     fault = selfcheck.answer(made_of(name), []).fault
     assert fault is not None and INEXACT[name][1] in fault and "\n" not in fault
 
@@ -516,7 +516,11 @@ def test_files_are_those_of_datatrove(tmp_path: Path, style: str, kind: str, ent
         tmp_path / "tokenizer", changed(gpt() if style == "gpt" else llama(), widen(entries))
     )
     strings, special = (
-        [*texts(), *battery(folder, 600, 300), *(text for _, text in room.make_documents(300, 60))],
+        [
+            *texts(),
+            *battery(folder, 600, 300),
+            *(text for _, text in base.make_documents(300, 60)),
+        ],
         special_contents(folder),
     )
     strings = [string for string in strings if not any(content in string for content in special)]
@@ -542,16 +546,16 @@ def test_files_are_those_of_datatrove(tmp_path: Path, style: str, kind: str, ent
         )
         (tmp_path / "jsonl" / f"{number}.jsonl").write_text(lines, encoding="utf-8")
     theirs = tmp_path / "datatrove"
-    result = room.python(
+    result = base.python(
         DATATROVE, tmp_path / "parquet", folder.path / "tokenizer.json", folder.eod_token, theirs
     )
     assert result.returncode == 0, result.stderr[-2000:]
     for number, options in enumerate(("hf --workers 1", "gigatoken --unit-mb 0.1")):
         out = tmp_path / f"ours-{number}"
         options = f"--tokenizer {folder.path} --out {out} --max-bad 1% --encoder {options}"
-        room.done("run", tmp_path / kind, options, room.ALL_TRAIN)
+        base.done("run", tmp_path / kind, options, base.ALL_TRAIN)
         for ending in ("bin", "idx"):
             assert (out / f"train.{ending}").read_bytes() == (
                 theirs / f"00000_tokens.{ending}"
             ).read_bytes()
-        assert room.manifest_of(out)["dtype"] == ("int32" if entries > 65_536 else "uint16")
+        assert base.manifest_of(out)["dtype"] == ("int32" if entries > 65_536 else "uint16")

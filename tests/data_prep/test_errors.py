@@ -16,7 +16,7 @@ import pytest
 
 from data_prep.__main__ import VERBS
 from fem_common.cli import is_want_of_memory
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 from tests.wording import Wording
 
 FILES: dict[str, bytes] = {
@@ -143,8 +143,8 @@ def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
         (tmp_path / "masks" / f"answer{number}.py").write_text(code)
     raw = corpus.read_bytes()
     corrupt = bytearray(
-        room.write_parquet(
-            tmp_path / "corrupt.parquet", room.make_documents(300, 40, seed=5)
+        base.write_parquet(
+            tmp_path / "corrupt.parquet", base.make_documents(300, 40, seed=5)
         ).read_bytes()
     )
     corrupt[len(corrupt) // 2 : len(corrupt) // 2 + 64] = bytes(64)
@@ -154,16 +154,16 @@ def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
         ("corrupt", bytes(corrupt)),
     ):
         (tmp_path / f"{name}.parquet").write_bytes(content)
-    room.write_parquet(tmp_path / "none.parquet", [])
+    base.write_parquet(tmp_path / "none.parquet", [])
     (tmp_path / "link.parquet").symlink_to("corpus.parquet")
-    room.copied(tokenizer, tmp_path / "tok")
+    base.copied(tokenizer, tmp_path / "tok")
     for name, how in (
         ("data", "train.idx add "),
         ("other", 'manifest.json set tokenizer.sha256 "99"'),
         ("cut", "test.idx cut 8"),
         ("otherend", "manifest.json set tokenizer.eod_id 7"),
     ):
-        room.spoil(room.copied(merged, tmp_path / name), how)
+        base.spoil(base.copied(merged, tmp_path / name), how)
     return tmp_path
 
 
@@ -181,10 +181,10 @@ def test_a_mistake_is_one_line_that_names_it_and_nothing_is_written(
         f"inspect tables/few.parquet --mask {path.relative_to(spoilt)}:keep"
         for path in sorted((spoilt / "masks").iterdir())
     ]
-    before, report = room.snapshot(spoilt), set[str]()
-    sha256 = room.manifest_of(spoilt / "data")["tokenizer"]["sha256"]
+    before, report = base.snapshot(spoilt), set[str]()
+    sha256 = base.manifest_of(spoilt / "data")["tokenizer"]["sha256"]
     for words in commands:
-        result = room.cli(*words.split(), HERE=str(spoilt))
+        result = base.cli(*words.split(), HERE=str(spoilt))
         if result.returncode == 0:  # some of the tables and masks are valid
             assert words.startswith("inspect tables/") and words.endswith(
                 ("few.parquet", "name.parquet", "nested.parquet", "nothing.parquet")
@@ -201,7 +201,7 @@ def test_a_mistake_is_one_line_that_names_it_and_nothing_is_written(
         )
         wording(f"{words}: {result.stderr.removeprefix('data_prep: error: ')}", SHA256=sha256[:12])
         report.add(words)
-    assert len(report) > 130 and room.snapshot(spoilt) == before
+    assert len(report) > 130 and base.snapshot(spoilt) == before
 
 
 TOKENIZERS: dict[str, Callable[[Path], object]] = {
@@ -213,7 +213,7 @@ TOKENIZERS: dict[str, Callable[[Path], object]] = {
     "with an EOD that is no entry": lambda t: (t / "tokenizer_config.json").write_text(
         '{"eos_token": "</s>"}'
     ),
-    "with random ids": lambda t: room.edit_json(
+    "with random ids": lambda t: base.edit_json(
         t / "tokenizer.json", lambda spec: spec["model"].update(dropout=0.1)
     ),
 }
@@ -223,9 +223,9 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(
     tmp_path: Path, corpus: Path, tokenizer: Path, wording: Wording
 ) -> None:
     for name, damage in TOKENIZERS.items():
-        damage(room.copied(tokenizer, tmp_path / name))
+        damage(base.copied(tokenizer, tmp_path / name))
         wording(
-            room.refused("plan", corpus, "--tokenizer", tmp_path / name, f"--out {tmp_path}/out"),
+            base.refused("plan", corpus, "--tokenizer", tmp_path / name, f"--out {tmp_path}/out"),
             VERSION=__import__("tokenizers").__version__,
         )
     assert not (tmp_path / "out").exists()
@@ -237,10 +237,10 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, inputs: str) -> None
         Path(f"{tmp_path}/caf\udce9.jsonl").write_bytes(FILES["x.jsonl"])
     except OSError:
         pytest.skip("this file system takes UTF-8 names alone")
-    assert f"{tmp_path}/caf\\udce9.jsonl: its name is not UTF-8: rename it\n" in room.refused(
+    assert f"{tmp_path}/caf\\udce9.jsonl: its name is not UTF-8: rename it\n" in base.refused(
         "inspect", f"{tmp_path}{inputs}"
     )
-    assert "caf\\udce9/train: its name is not UTF-8" in room.refused(
+    assert "caf\\udce9/train: its name is not UTF-8" in base.refused(
         "inspect", "hf://datasets/a/b/caf\udce9/train"
     )
 
@@ -250,9 +250,9 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, inputs: str) -> None
 
 def test_want_of_memory_is_one_line(corpus: Path) -> None:
     """With 150 MB of address space, pyarrow cannot be loaded."""
-    words = ["sh", "-c", 'ulimit -v 150000; exec "$@"', "sh", *room.command("inspect", corpus)]
-    known = {"PYTHONPATH": str(room.ROOT), "OPENBLAS_NUM_THREADS": "1"}
-    result = subprocess.run(words, cwd=room.ROOT, capture_output=True, text=True, env=known)
+    words = ["sh", "-c", 'ulimit -v 150000; exec "$@"', "sh", *base.command("inspect", corpus)]
+    known = {"PYTHONPATH": str(base.ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    result = subprocess.run(words, cwd=base.ROOT, capture_output=True, text=True, env=known)
     assert (
         result.returncode == 1
         and result.stderr.count("\n") == 1
@@ -279,7 +279,7 @@ def test_want_of_memory_by_any_librarys_words_is_known() -> None:
 
 
 def test_help_is_quick_and_lists_every_verb() -> None:
-    output = room.python(
+    output = base.python(
         "import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: "
         "print(*sys.modules)"
     ).stdout
@@ -287,4 +287,4 @@ def test_help_is_quick_and_lists_every_verb() -> None:
         output.splitlines()[-1].split()
     )
     for verb in VERBS:
-        assert f"\n    {verb}" in output and room.cli(verb, "--help").returncode == 0, verb
+        assert f"\n    {verb}" in output and base.cli(verb, "--help").returncode == 0, verb

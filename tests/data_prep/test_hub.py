@@ -16,7 +16,7 @@ import yaml
 from data_prep.encode.tokenizer import find_tokenizer
 from data_prep.sources import hub
 from fem_common.errors import CommandError
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 from tests.data_prep.hub_server import TOKEN, Hub, running
 from tests.wording import Wording
 
@@ -25,7 +25,7 @@ EDU = "hf://datasets/some/edu"
 
 def parquet(seed: int) -> bytes:
     """Return a parquet file of 120 rows in groups of 40."""
-    ids, texts = zip(*room.make_documents(120, 30, seed), strict=True)
+    ids, texts = zip(*base.make_documents(120, 30, seed), strict=True)
     file = io.BytesIO()
     pq.write_table(pa.table({"id": ids, "text": texts}), file, row_group_size=40)
     return file.getvalue()
@@ -253,7 +253,7 @@ def test_a_run_reads_the_planned_commit_with_a_token_that_no_one_else_sees(
     for path in TEN:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(FILES[path])
-    room.prepared(tmp_path / "local", [tmp_path / "sample"], tokenizer, room.SMALL_UNITS)
+    base.prepared(tmp_path / "local", [tmp_path / "sample"], tokenizer, base.SMALL_UNITS)
     known = {
         "HF_ENDPOINT": server.endpoint,
         "HF_HOME": str(tmp_path / "home"),
@@ -262,20 +262,20 @@ def test_a_run_reads_the_planned_commit_with_a_token_that_no_one_else_sees(
     }
     out = tmp_path / "out"
     server.gated |= {"datasets/some/edu", "models/org/tok"}
-    options = f"--subset ten --tokenizer org/tok --out {out} {room.SHARES} {room.SMALL_UNITS}"
-    planned = room.alone("plan", EDU, options, **known)
+    options = f"--subset ten --tokenizer org/tok --out {out} {base.SHARES} {base.SMALL_UNITS}"
+    planned = base.alone("plan", EDU, options, **known)
     assert planned.returncode == 0, planned.stderr
     server.push("datasets/some/edu", {path: parquet(50) for path in TEN})
-    refused = room.alone("run", "--out", out, room.HF, **known | {"HF_TOKEN": ""})
+    refused = base.alone("run", "--out", out, base.HF, **known | {"HF_TOKEN": ""})
     assert (
         refused.returncode == 2
         and "some/edu is gated" in refused.stderr
         and "Traceback" not in refused.stderr
     )
-    done = room.alone("run", "--out", out, room.HF, "--workers 2", **known)
+    done = base.alone("run", "--out", out, base.HF, "--workers 2", **known)
     assert done.returncode == 0, done.stderr
     assert (
-        room.merged_hashes(out) == room.merged_hashes(tmp_path / "local") and server.strangers == []
+        base.merged_hashes(out) == base.merged_hashes(tmp_path / "local") and server.strangers == []
     )
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert TOKEN.encode() not in b"".join(

@@ -20,7 +20,7 @@ import yaml
 
 from data_prep.prepared.indexed import index_bytes
 from pretrain.__main__ import main as pretrain
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 from tests.pretrain.conftest import DEMO, SMALL
 
 
@@ -34,21 +34,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     root = tmp_path_factory.mktemp("blend")
     lines = [
         json.dumps({"text": text, "meta": {"id": name}})
-        for name, text in room.make_documents(100, 40, seed=1)
+        for name, text in base.make_documents(100, 40, seed=1)
     ]
     (root / "b.jsonl").write_text("\n".join(lines) + "\n")
-    files = [room.write_parquet(root / "a.parquet", room.make_documents(300, 40)), root / "b.jsonl"]
-    files.append(room.write_parquet(root / "c.parquet", room.make_documents(60, 40, seed=2)))
+    files = [
+        base.write_parquet(root / "a.parquet", base.make_documents(300, 40)),
+        root / "b.jsonl",
+    ]
+    files.append(base.write_parquet(root / "c.parquet", base.make_documents(60, 40, seed=2)))
     for file, valid, test, column in zip(
         files, ("10", "20", "0"), ("5", "0", "0"), ("id", "text", "id"), strict=True
     ):
         options = f"--valid-percent {valid} --test-percent {test} --id-column {column}"
-        room.prepared(root / file.stem, [file], tokenizer, options)
+        base.prepared(root / file.stem, [file], tokenizer, options)
     return root
 
 
 def tokens(folder: Path, split: str = "train") -> int:
-    return int(room.manifest_of(folder)["splits"][split]["tokens"])
+    return int(base.manifest_of(folder)["splits"][split]["tokens"])
 
 
 # --- blend ----------------------------------------------------------------------------------------
@@ -58,7 +61,7 @@ def test_weights_are_shares_of_the_training_tokens_by_default(
     folders: Path, tmp_path: Path
 ) -> None:
     out, all_ = tmp_path / "deeper" / "blend.yaml", [folders / name for name in "abc"]
-    output = room.done("blend", out, *all_, "--seq-length 64")
+    output = base.done("blend", out, *all_, "--seq-length 64")
     section = yaml.safe_load(out.read_text())
     assert section["seq_length"] == 64 and list(section) == ["train", "valid", "test", "seq_length"]
     for split, number in (("train", 3), ("valid", 2), ("test", 1)):
@@ -75,11 +78,11 @@ def test_weights_are_shares_of_the_training_tokens_by_default(
     )
 
 
-def test_given_weights_are_normalised_and_what_they_mean_is_said(
+def test_given_weights_are_normalised_and_what_they_mean_is_reported(
     folders: Path, tmp_path: Path
 ) -> None:
     out, a, b = tmp_path / "blend.yaml", folders / "a", folders / "b"
-    output = room.done("blend", out, f"{a}=1", f"{b}=3", "--seq-length 64")
+    output = base.done("blend", out, f"{a}=1", f"{b}=3", "--seq-length 64")
     section = yaml.safe_load(out.read_text())
     assert (
         [source["weight"] for source in section["train"]]
@@ -96,12 +99,12 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(
         in output
     )
     assert f"{of_a / 0.25 / 1e3:.3g}k until all" in output
-    room.copied(a, tmp_path / "lr=3")  # relative, and a name with an equals sign
-    room.done("blend", "blend.yaml", "lr=3", "--seq-length 64 --overwrite", HERE=str(tmp_path))
+    base.copied(a, tmp_path / "lr=3")  # relative, and a name with an equals sign
+    base.done("blend", "blend.yaml", "lr=3", "--seq-length 64 --overwrite", HERE=str(tmp_path))
     assert yaml.safe_load(out.read_text())["train"] == [
         {"prefix": str(tmp_path / "lr=3" / "train"), "weight": 1.0}
     ]
-    room.done("blend", "blend.yaml", "lr=3=0.5", "--seq-length 64", HERE=str(tmp_path))
+    base.done("blend", "blend.yaml", "lr=3=0.5", "--seq-length 64", HERE=str(tmp_path))
 
 
 # --- index ----------------------------------------------------------------------------------------
@@ -117,11 +120,11 @@ def test_from_text_to_a_run_on_a_blend(
     with one line. After a source is prepared from other text, ``--index`` builds a second cache.
     """
     web, books, cache = (
-        room.copied(folders / "a", tmp_path / "web"),
-        room.copied(folders / "b", tmp_path / "books"),
+        base.copied(folders / "a", tmp_path / "web"),
+        base.copied(folders / "b", tmp_path / "books"),
         tmp_path / "cache",
     )
-    room.done("blend", tmp_path / "blend.yaml", f"{web}=3", f"{books}=1", "--seq-length 32")
+    base.done("blend", tmp_path / "blend.yaml", f"{web}=3", f"{books}=1", "--seq-length 32")
     small = [text for text in SMALL if not text.startswith("data.")]
     settings = [
         DEMO,
@@ -134,12 +137,12 @@ def test_from_text_to_a_run_on_a_blend(
     def caches() -> dict[str, int]:
         return {path.parent.name: path.stat().st_mtime_ns for path in cache.glob("*/complete.json")}
 
-    done = room.alone("index", *settings)
+    done = base.alone("index", *settings)
     assert done.returncode == 0, done.stderr
     (name,) = before = caches()
     assert done.stdout.splitlines()[-1].startswith(f"index cache {cache / name}: ")
     for folder in (web, books):
-        assert "1 index caches" in room.done("verify", folder, f"--index-cache {cache}")
+        assert "1 index caches" in base.done("verify", folder, f"--index-cache {cache}")
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
     capsys.readouterr()
@@ -152,7 +155,7 @@ def test_from_text_to_a_run_on_a_blend(
     assert len(losses) == 12 and losses[-1] < losses[0]
 
     index = books / "train.idx"
-    room.spoil(books, f"train.idx flip {index.stat().st_size // 2}")
+    base.spoil(books, f"train.idx flip {index.stat().st_size // 2}")
     capsys.readouterr()
     assert pretrain([*settings, "--index"]) == 2  # the command that the verb starts
     output = capsys.readouterr().err
@@ -161,11 +164,11 @@ def test_from_text_to_a_run_on_a_blend(
         f"pretrain: error: {index} is not the file that {books}/manifest.json records"
     )
     shutil.rmtree(books)
-    file = room.write_parquet(tmp_path / "books.parquet", room.make_documents(300, 60, seed=3))
-    room.prepared(books, [file], web / "tokenizer")
+    file = base.write_parquet(tmp_path / "books.parquet", base.make_documents(300, 60, seed=3))
+    base.prepared(books, [file], web / "tokenizer")
     assert pretrain([*settings, "--index"]) == 0
     assert len(caches()) == 2 and name not in capsys.readouterr().out
-    assert room.cli("verify", books, "--index-cache", cache).returncode == 1  # the old one is stale
+    assert base.cli("verify", books, "--index-cache", cache).returncode == 1  # the old one is stale
 
 
 # sitecustomize.py, which Python imports at its start. The process sleeps as soon as it has created
@@ -195,17 +198,17 @@ def test_a_terminated_index_leaves_nothing_half_built(tmp_path: Path) -> None:
         "data.test=[]",
         "model.vocab_size=500",
     ]
-    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{room.ROOT}", "OMP_NUM_THREADS": "1"}
-    process = room.start("index", *words, f"data.index_cache={tmp_path / 'cache'}", **environment)
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{base.ROOT}", "OMP_NUM_THREADS": "1"}
+    process = base.start("index", *words, f"data.index_cache={tmp_path / 'cache'}", **environment)
     try:
-        room.wait_until(
+        base.wait_until(
             lambda: list(tmp_path.glob("cache/.building-*/half.npy")) or process.poll() is not None,
             300,
         )
         process.send_signal(signal.SIGTERM)
         _, output = process.communicate(timeout=120)
     finally:
-        room.kill(process.pid)
+        base.kill(process.pid)
     assert (
         process.returncode == 143
         and "data_prep: terminated" in output
@@ -215,7 +218,7 @@ def test_a_terminated_index_leaves_nothing_half_built(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_pretrains_line_and_exit_code(tmp_path: Path) -> None:
-    done = room.alone("index", DEMO, "train.stps=3")
+    done = base.alone("index", DEMO, "train.stps=3")
     first = done.stderr.splitlines()[0]  # without the demo's data, a second line reports this
     assert (
         first == "pretrain: error: command line: unknown key train.stps; did you mean train.steps?"
@@ -223,14 +226,14 @@ def test_a_mistake_is_pretrains_line_and_exit_code(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_without_the_training_code_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_training_code_it_states_what_to_install(tmp_path: Path) -> None:
     """Without the training code, which data_prep does not require, ``index`` prints one line with
     the command that installs it.
 
     The process can import only data_prep, fem_common and the libraries.
     """
     for folder in ("data_prep", "fem_common"):
-        (tmp_path / folder).symlink_to(room.ROOT / folder)
+        (tmp_path / folder).symlink_to(base.ROOT / folder)
     command = [
         sys.executable,
         "-S",

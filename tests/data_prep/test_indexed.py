@@ -24,7 +24,7 @@ from data_prep.prepared.indexed import (
     write_index,
 )
 from fem_common.errors import UserError
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 
 EOD = 0
 
@@ -128,25 +128,25 @@ def test_an_index_written_in_parts_is_the_index(
     tmp_path: Path, cuts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = np.arange(1, 11, dtype=np.int32)
-    whole = index_bytes(lengths, "int32")
+    full = index_bytes(lengths, "int32")
     monkeypatch.setattr("data_prep.prepared.indexed.DOCUMENTS_AT_ONCE", 4)
     assert write_index(tmp_path / "a.idx", 10, "int32", lambda: np.split(lengths, cuts)) == (
-        len(whole),
-        sha256(whole).hexdigest(),
+        len(full),
+        sha256(full).hexdigest(),
     )
-    assert (tmp_path / "a.idx").read_bytes() == whole
+    assert (tmp_path / "a.idx").read_bytes() == full
 
 
 def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
-    path, whole = tmp_path / "a.idx", index_bytes(np.array([3, 4], dtype=np.int32), "uint16")
+    path, full = tmp_path / "a.idx", index_bytes(np.array([3, 4], dtype=np.int32), "uint16")
     for damaged in (
-        whole[:-1],
-        whole + b"\0",
-        b"X" + whole[1:],
-        whole[:20],
+        full[:-1],
+        full + b"\0",
+        b"X" + full[1:],
+        full[:20],
         b"",
-        whole[:17] + b"\7" + whole[18:],
-        whole[:9] + b"\2" + whole[10:],
+        full[:17] + b"\7" + full[18:],
+        full[:9] + b"\2" + full[10:],
     ):
         path.write_bytes(damaged)
         with pytest.raises(FormatError):
@@ -168,5 +168,5 @@ size, _ = write_index(Path(sys.argv[1]), 20_000_000, "uint16", lambda: (part for
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(size, grown, read_index(Path(sys.argv[1])).pointers[-1])
 """
-    size, grown, last = map(int, room.python(code, tmp_path / "a.idx").stdout.split())
+    size, grown, last = map(int, base.python(code, tmp_path / "a.idx").stdout.split())
     assert size == 34 + 20 * 20_000_000 + 8 and last == 1400 * (20_000_000 - 1) and grown < 150_000

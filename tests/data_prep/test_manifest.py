@@ -27,7 +27,7 @@ from data_prep.prepared.manifest import (
 from data_prep.sources.rows import BadRow, Drop
 from fem_common.errors import UserError
 from fem_common.text import ranges
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 from tests.wording import Wording
 
 DAMAGE = """
@@ -87,14 +87,14 @@ def changed(value: Any, place: tuple[Any, ...], wrong: list[Any]) -> Any:
     """Return a copy of a JSON value in which the value at ``place`` is ``wrong[0]``, or is removed
     if ``wrong`` is empty.
     """
-    whole = within = copy.deepcopy(value)
+    full = within = copy.deepcopy(value)
     for key in place[:-1]:
         within = within[key]
     if wrong:
         within[place[-1]] = wrong[0]
     else:
         del within[place[-1]]
-    return whole
+    return full
 
 
 WRONGS: list[Any] = [None, True, 6, -1, 1.5, 10**400, "x", [], {}, [[]], [None] * 5]
@@ -198,20 +198,20 @@ def test_numbers_as_people_write_them() -> None:
     )
 
 
-def test_what_is_said_of_a_damaged_file(shards: Path, merged: Path, wording: Wording) -> None:
+def test_what_is_reported_of_a_damaged_file(shards: Path, merged: Path, wording: Wording) -> None:
     shutil.copy(merged / "manifest.json", shards)
     for line in DAMAGE.strip().splitlines():
         name, changes = line.split(": ", 1)
-        whole = (shards / name).read_bytes()
+        full = (shards / name).read_bytes()
         for change in changes.split("; "):
-            room.spoil(shards, f"{name} set {change}")
+            base.spoil(shards, f"{name} set {change}")
             with pytest.raises(UserError) as error:
                 READ[name](shards)
             wording(
                 error.value,
                 FINGERPRINT=json.loads((shards / "plan.json").read_bytes())["fingerprint"][:12],
             )
-            (shards / name).write_bytes(whole)
+            (shards / name).write_bytes(full)
     (shards / "manifest.json").unlink()
     for folder in (shards, shards / "tokenizer"):
         with pytest.raises(UserError) as error:

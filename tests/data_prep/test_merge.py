@@ -14,7 +14,7 @@ import pytest
 from data_prep.prepared.indexed import IndexedWriter
 from data_prep.prepared.layout import read_plan
 from data_prep.prepared.manifest import read_entry, read_manifest
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 from tests.wording import Wording
 
 PAIRS = {
@@ -30,7 +30,7 @@ def test_shards_merged_are_one_writers_files_and_all_is_accounted_for(
         writer = IndexedWriter(tmp_path / split, "uint16")
         for entry in entries:
             if split in entry.splits:
-                documents = room.read_split(encoded / "shards", f"{entry.unit:05d}-{split}")
+                documents = base.read_split(encoded / "shards", f"{entry.unit:05d}-{split}")
                 writer.add(
                     np.concatenate([np.array(ids, np.uint32) for ids in documents]),
                     np.array([len(ids) for ids in documents]),
@@ -41,15 +41,15 @@ def test_shards_merged_are_one_writers_files_and_all_is_accounted_for(
             and written.bin_sha256 == output.bin_sha256
             and written.idx_sha256 == output.idx_sha256
         )
-    assert room.merged_hashes(merged) == room.merged_hashes(tmp_path)
+    assert base.merged_hashes(merged) == base.merged_hashes(tmp_path)
     names = "manifest.json plan.json units.jsonl bad_rows.jsonl tokenizer .lock".split()
     assert {path.name for path in merged.iterdir()} == {*PAIRS, *names}
-    manifest = room.manifest_of(merged)
+    manifest = base.manifest_of(merged)
     source = manifest["source"]
     assert set(source["dropped"]) == {"null_text", "null_id"}
     assert sum(entry["documents"] for entry in manifest["splits"].values()) == 250
     rows_in_all = 250 + sum(source["dropped"].values())
-    assert source["rows"] == rows_in_all == len(room.rows_with_faults(250))
+    assert source["rows"] == rows_in_all == len(base.rows_with_faults(250))
     assert [json.loads(line) for line in (merged / "units.jsonl").read_text().splitlines()] == [
         entry.as_json() for entry in entries
     ]
@@ -65,9 +65,9 @@ def test_shards_merged_are_one_writers_files_and_all_is_accounted_for(
 def test_merging_again_changes_nothing_but_removes_shards_that_a_kill_left(
     data: Path, encoded: Path, merged: Path
 ) -> None:
-    room.copied(encoded / "shards", data / "shards")
+    base.copied(encoded / "shards", data / "shards")
     for _ in range(2):
-        assert "unchanged" in room.done("merge", data) and room.snapshot(data) == room.snapshot(
+        assert "unchanged" in base.done("merge", data) and base.snapshot(data) == base.snapshot(
             merged
         )
 
@@ -76,21 +76,21 @@ def test_ids_of_some_units_alone_are_not_merged_and_data_without_ids_stays_reada
     shards: Path, merged: Path
 ) -> None:
     """The folder's first units were encoded before ids were recorded."""
-    room.edit_json(
+    base.edit_json(
         shards / "shards" / "00001.json",
         lambda entry: [part.pop("ids") for part in entry["splits"].values()],
     )
-    output = room.done("merge", shards, "--max-bad 100%")
+    output = base.done("merge", shards, "--max-bad 100%")
     assert (
         f"{shards}: no document ids for train, valid, test: units 1 were encoded before" in output
     )
-    assert not list(shards.rglob("*.ids")) and room.merged_hashes(shards) == room.merged_hashes(
+    assert not list(shards.rglob("*.ids")) and base.merged_hashes(shards) == base.merged_hashes(
         merged
     )
-    assert "ids" not in room.manifest_of(shards)["splits"]["train"]
-    assert room.cli("verify", shards).returncode == 0 and "unchanged" in room.done("merge", shards)
+    assert "ids" not in base.manifest_of(shards)["splits"]["train"]
+    assert base.cli("verify", shards).returncode == 0 and "unchanged" in base.done("merge", shards)
     shutil.copy(merged / "train.ids", shards)  # possibly of other data
-    assert "train.ids is not in the manifest; remove it" in room.cli("verify", shards).stdout
+    assert "train.ids is not in the manifest; remove it" in base.cli("verify", shards).stdout
 
 
 def refused(out: Path, *options: object, code: int = 2) -> str:
@@ -99,12 +99,12 @@ def refused(out: Path, *options: object, code: int = 2) -> str:
     def kept() -> dict[str, bytes]:
         return {
             name: content
-            for name, content in room.snapshot(out).items()
+            for name, content in base.snapshot(out).items()
             if name != "bad_rows.jsonl"
         }
 
     before = kept()
-    output = room.refused("merge", out, "--max-bad 100%", *options, code=code)
+    output = base.refused("merge", out, "--max-bad 100%", *options, code=code)
     assert kept() == before
     return output
 
@@ -127,45 +127,45 @@ DAMAGE = """
 """
 
 
-def test_a_damaged_shard_is_named_and_doing_what_is_said_mends_it(
+def test_a_damaged_shard_is_named_and_following_the_message_repairs_it(
     shards: Path, merged: Path, wording: Wording
 ) -> None:
-    whole = room.snapshot(shards)
+    full = base.snapshot(shards)
     for line in DAMAGE.strip().splitlines():
         file, changes = line.split(": ", 1)
         for how in changes.split("; "):
-            room.spoil(shards / "shards", f"{file} {how}")
+            base.spoil(shards / "shards", f"{file} {how}")
             output = refused(shards)
             assert f"do the unit again with: python -m data_prep run --out {shards}" in output
             assert "remove it" in output or f"remove {shards / 'shards' / '00004.json'}" in output
             wording(f"{file} {how}: {output}", DATA=shards)
-            room.restore(shards, whole)
+            base.restore(shards, full)
     (shards / "shards" / "00004.json").unlink()
-    room.merge(room.encode_units(shards, [4]))
-    assert room.snapshot(shards) == room.snapshot(merged)
+    base.merge(base.encode_units(shards, [4]))
+    assert base.snapshot(shards) == base.snapshot(merged)
 
 
 def test_too_many_bad_rows_end_in_1_and_raising_the_limit_merges(
     shards: Path, merged: Path
 ) -> None:
-    bad = sum(room.manifest_of(merged)["source"]["dropped"].values())
+    bad = sum(base.manifest_of(merged)["source"]["dropped"].values())
     for limit in ("0", "0.1%", bad - 1):
-        result = room.cli("merge", shards, f"--max-bad {limit}")
+        result = base.cli("merge", shards, f"--max-bad {limit}")
         assert (
             result.returncode == 1
             and "rows are bad" in result.stderr
             and not (shards / "manifest.json").exists()
         )
-    room.done("merge", shards, f"--max-bad {bad}")
-    assert room.snapshot(shards) == room.snapshot(merged)
+    base.done("merge", shards, f"--max-bad {bad}")
+    assert base.snapshot(shards) == base.snapshot(merged)
 
 
-def test_an_empty_split_and_a_disk_too_small_are_told_before_anything_is_copied(
+def test_an_empty_split_and_a_disk_too_small_are_reported_before_anything_is_copied(
     tmp_path: Path, shards: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing = room.write_parquet(tmp_path / "nothing.parquet", [("a", None), ("b", "")])
+    nothing = base.write_parquet(tmp_path / "nothing.parquet", [("a", None), ("b", "")])
     assert "'train' would be empty" in refused(
-        room.encode_units(room.plan_folder(tmp_path / "none", [nothing], tokenizer, room.ALL_TRAIN))
+        base.encode_units(base.plan_folder(tmp_path / "none", [nothing], tokenizer, base.ALL_TRAIN))
     )
     usage = shutil.disk_usage(shards)._replace(free=5000)
     monkeypatch.setattr("data_prep.verbs.merge.shutil.disk_usage", lambda path: usage)
@@ -189,10 +189,10 @@ def test_of_the_shards_folder_only_what_units_wrote_is_removed(
         (shards / "shards" / name).parent.mkdir(exist_ok=True)
         (shards / "shards" / name).write_text(name)
     if options:
-        room.plan_folder(shards, [rows], tokenizer, "--unit-mb 7", *options)
+        base.plan_folder(shards, [rows], tokenizer, "--unit-mb 7", *options)
     else:
-        room.merge(shards)
-    assert room.snapshot(shards / "shards") == {name: name.encode() for name in foreign}
+        base.merge(shards)
+    assert base.snapshot(shards / "shards") == {name: name.encode() for name in foreign}
 
 
 def test_data_of_an_earlier_plan_goes_when_the_new_is_whole(
@@ -201,15 +201,15 @@ def test_data_of_an_earlier_plan_goes_when_the_new_is_whole(
     """The state is that after a killed plan --overwrite: final names and a manifest of another
     plan, and an obsolete split.
     """
-    fewer = room.encode_units(
-        room.plan_folder(tmp_path / "out", [rows], tokenizer, "--valid-percent 10 --test-percent 0")
+    fewer = base.encode_units(
+        base.plan_folder(tmp_path / "out", [rows], tokenizer, "--valid-percent 10 --test-percent 0")
     )
     for folder in (shards, fewer):
         for name in ("test.bin", "test.idx", "test.ids", "manifest.json"):
             shutil.copy(merged / name, folder)
-        room.spoil(folder, 'manifest.json set source.fingerprint "0"')
-        room.merge(folder)
-    assert room.snapshot(shards) == room.snapshot(merged)
+        base.spoil(folder, 'manifest.json set source.fingerprint "0"')
+        base.merge(folder)
+    assert base.snapshot(shards) == base.snapshot(merged)
     of_test = {name for name in PAIRS if name.startswith("test")}
     assert PAIRS & {path.name for path in fewer.iterdir()} == PAIRS - of_test
     (fewer / "valid.idx").write_bytes(b"")

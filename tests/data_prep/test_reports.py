@@ -27,13 +27,13 @@ from data_prep.prepared.layout import read_plan
 from data_prep.report.lengths import Lengths, count_lengths, draw_lengths, joined
 from data_prep.report.status import status_of
 from data_prep.verbs.stdlib import SCHEMA, collect, source_files
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 
 
 def report(*arguments: object) -> dict[str, Any]:
     """Return the output of a verb with --json, which must be strict JSON."""
     found: dict[str, Any] = json.loads(
-        room.done(*arguments, "--json"),
+        base.done(*arguments, "--json"),
         parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
     )
     return found
@@ -45,44 +45,44 @@ def report(*arguments: object) -> dict[str, Any]:
 def test_an_estimate_from_everything_is_what_run_writes(
     corpus: Path, tokenizer: Path, made: Path
 ) -> None:
-    found = report("inspect", corpus, f"--tokenizer {tokenizer} --workers 3", room.HF)
-    whole, splits = found["estimate"], room.manifest_of(made)["splits"].values()
+    found = report("inspect", corpus, f"--tokenizer {tokenizer} --workers 3", base.HF)
+    full, splits = found["estimate"], base.manifest_of(made)["splits"].values()
     sums = {
         name: sum(split[name] for split in splits) for name in ("documents", "tokens", "text_bytes")
     }
     assert (
         found["sample"]["whole"]
-        and whole["share_of_text"] == 1
-        and whole["rows"] == 400
-        and sums.items() <= whole.items()
+        and full["share_of_text"] == 1
+        and full["rows"] == 400
+        and sums.items() <= full.items()
     )
     assert (
-        whole["bin_bytes"] == sum(path.stat().st_size for path in made.glob("*.bin"))
+        full["bin_bytes"] == sum(path.stat().st_size for path in made.glob("*.bin"))
         and found["encoding"]["dtype"] == "uint16"
     )
     assert (
-        abs(whole["idx_bytes"] - sum(path.stat().st_size for path in made.glob("*.idx"))) <= 3 * 64
+        abs(full["idx_bytes"] - sum(path.stat().st_size for path in made.glob("*.idx"))) <= 3 * 64
     )  # headers of the files
     assert (
-        whole["workers"] == 3
-        and whole["hours"] == pytest.approx(whole["core_hours"] / 3)
-        and whole["hours"] > 0
+        full["workers"] == 3
+        and full["hours"] == pytest.approx(full["core_hours"] / 3)
+        and full["hours"] > 0
     )
     assert found["encoding"]["bytes_per_token"] == pytest.approx(
-        whole["text_bytes"] / (whole["tokens"] - 400)
+        full["text_bytes"] / (full["tokens"] - 400)
     )
 
 
-def test_an_estimate_from_a_sample_is_near_and_says_from_how_much(
+def test_an_estimate_from_a_sample_is_near_and_states_from_how_much(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     for number, words in enumerate((100, 100, 200)):
-        room.write_parquet(
+        base.write_parquet(
             tmp_path / f"{number}.parquet",
-            room.make_documents(1000, words, seed=20 + number),
+            base.make_documents(1000, words, seed=20 + number),
             row_group_size=250,
         )
-    command = ("inspect", tmp_path, f"--tokenizer {tokenizer}", room.HF)
+    command = ("inspect", tmp_path, f"--tokenizer {tokenizer}", base.HF)
     truth = report(*command)["estimate"]
     tenth = (*command, f"--sample-mb {truth['text_bytes'] / 1e7}")
     found = report(*tenth)
@@ -98,15 +98,15 @@ def test_an_estimate_from_a_sample_is_near_and_says_from_how_much(
         assert guess[name] == pytest.approx(truth[name], rel=0.05), name
     assert re.search(
         r"^all \(estimated from (9\.\d+|1\d\.?\d*)% of the text\): about ",
-        room.done(*tenth),
+        base.done(*tenth),
         re.MULTILINE,
     )
-    assert "all (read to the end): 3k documents" in room.done(*command)
+    assert "all (read to the end): 3k documents" in base.done(*command)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_of_jsonl_are_estimated(tmp_path: Path, packed: bool) -> None:
-    documents = room.make_documents(3000, 60, seed=30)
+    documents = base.make_documents(3000, 60, seed=30)
     content = "".join(
         json.dumps({"id": name, "text": text, "n": 1, "tags": []}) + "\n"
         for name, text in documents
@@ -157,7 +157,7 @@ def test_drops_by_reason_and_filters(tmp_path: Path) -> None:
         [{"id": "0", "text": "good text"}],
     )
     assert sample["document_bytes"] == {"mean": 9.0, "median": 9.0, "largest": 9}
-    output = room.done(*options)
+    output = base.done(*options)
     assert (
         "documents: 1 (16.67% of the rows); left out: 16.7% null_text, 16.7% empty_text, "
         "16.7% invalid_utf8" in output
@@ -169,7 +169,7 @@ def test_drops_by_reason_and_filters(tmp_path: Path) -> None:
     nothing = ("inspect", tmp_path, "--min-score 9")
     assert report(*nothing)["sample"][
         "document_bytes"
-    ] is None and "no row of the sample is a document" in room.done(*nothing)
+    ] is None and "no row of the sample is a document" in base.done(*nothing)
 
 
 def test_documents_are_shown_on_one_line_each_and_nothing_is_written(
@@ -180,20 +180,20 @@ def test_documents_are_shown_on_one_line_each_and_nothing_is_written(
             (f"id\n{i}", f"first\tline\x1b[31m\u2028\x00 of {i} of {number}\n\n" + "word " * 1000)
             for i in range(5)
         ]
-        room.write_parquet(tmp_path / f"{number:02d}.parquet", rows, row_group_size=1)
+        base.write_parquet(tmp_path / f"{number:02d}.parquet", rows, row_group_size=1)
     lines = [
         json.dumps({"id": str(i), "text": f"short {i}" if i < 3 else "x" * 50_000})
         for i in range(6)
     ]
     (tmp_path / "last.jsonl").write_text("\n".join(lines))
-    before = room.snapshot(tmp_path)
+    before = base.snapshot(tmp_path)
     files = [tmp_path / "00.parquet", tmp_path / "last.jsonl"]
-    found = report("inspect", *files, f"--tokenizer {tokenizer} --sample-mb 30", room.HF)
+    found = report("inspect", *files, f"--tokenizer {tokenizer} --sample-mb 30", base.HF)
     for example in found["sample"]["examples"][:2]:
         assert example["text"].startswith("first line [31m of") and len(example["text"]) <= 160
         assert example["text"].isprintable() and example["id"].isprintable()
-    assert found["encoding"]["mb_per_second"] > 0 and room.snapshot(tmp_path) == before
-    output = room.done("inspect", ".", "--sample-mb 0.02", HERE=str(tmp_path))
+    assert found["encoding"]["mb_per_second"] > 0 and base.snapshot(tmp_path) == before
+    output = base.done("inspect", ".", "--sample-mb 0.02", HERE=str(tmp_path))
     assert (
         "files: 12 parquet, 1 jsonl;" in output
         and "  and 5 more" in output
@@ -207,10 +207,10 @@ def test_documents_are_shown_on_one_line_each_and_nothing_is_written(
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Path) -> Path:
     """Folder in which the first of four tasks is done."""
-    out = room.plan_folder(
-        tmp_path_factory.mktemp("planned") / "out", [many], tokenizer, room.SMALL_UNITS
+    out = base.plan_folder(
+        tmp_path_factory.mktemp("planned") / "out", [many], tokenizer, base.SMALL_UNITS
     )
-    return room.encode_units(out, range(0, 40, 4))
+    return base.encode_units(out, range(0, 40, 4))
 
 
 def test_counts_of_a_folder_in_work_and_of_a_merged_one(
@@ -230,7 +230,7 @@ def test_counts_of_a_folder_in_work_and_of_a_merged_one(
     assert status["tokens"] == sum(
         path.stat().st_size // 2 for path in (planned / "shards").glob("*.bin")
     )
-    output = room.done("status", planned, "--tasks 4")
+    output = base.done("status", planned, "--tasks 4")
     assert (
         "10 of 40 units done" in output
         and "task 3 of 4: 0 of 10 units done" in output
@@ -239,22 +239,22 @@ def test_counts_of_a_folder_in_work_and_of_a_merged_one(
     status = report("status", many_made)
     assert status["merged"] and status["units_done"] == 40 and status["rate"] is None
     assert status["tokens"] == sum(
-        len(ids) for name in ("train", "valid", "test") for ids in room.read_split(many_made, name)
+        len(ids) for name in ("train", "valid", "test") for ids in base.read_split(many_made, name)
     )
-    assert room.done("status", many_made).endswith("merged: the data is complete\n")
-    spoilt = room.copied(planned, tmp_path / "spoilt")
+    assert base.done("status", many_made).endswith("merged: the data is complete\n")
+    spoilt = base.copied(planned, tmp_path / "spoilt")
     for how in (
         "00004.json write {",
         "00008.json copy 00012.json",
     ):  # entries that run rejects
-        room.spoil(spoilt / "shards", how)
+        base.spoil(spoilt / "shards", how)
     assert report("status", spoilt)["units_done"] == 8
 
 
 def test_rate_and_time_left_are_those_of_the_last_quarter_of_an_hour(
     tmp_path: Path, planned: Path
 ) -> None:
-    out = room.copied(planned, tmp_path / "out")
+    out = base.copied(planned, tmp_path / "out")
     plan, now = read_plan(out), time.time()
     done = [unit for unit in plan.units if unit.number % 4 == 0]
     for place, unit in enumerate(done):  # five long ago, then one every 100 s, the last 100 s ago
@@ -317,7 +317,7 @@ def test_figures_are_numpys(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_figures_add_up_and_the_picture_is_drawn(tmp_path: Path, data: Path) -> None:
-    output, manifest = report("stats", data), room.manifest_of(data)
+    output, manifest = report("stats", data), base.manifest_of(data)
     lengths = {
         name: read_index(data / f"{name}.idx").lengths for name in ("train", "valid", "test")
     }
@@ -329,16 +329,16 @@ def test_the_figures_add_up_and_the_picture_is_drawn(tmp_path: Path, data: Path)
         assert split["lengths"]["longest"] == lengths[name].max() and split["lengths"][
             "mean"
         ] == pytest.approx(lengths[name].mean())
-    every, whole = np.concatenate(list(lengths.values())), output["all"]["lengths"]
-    assert whole["documents"] == len(every) == 250 and whole["tokens"] == every.sum()
-    assert whole["quantiles"]["0.5"] == np.quantile(every, 0.5, method="inverted_cdf")
-    assert whole["at_most"]["128"]["documents"] == pytest.approx((every <= 128).mean())
+    every, full = np.concatenate(list(lengths.values())), output["all"]["lengths"]
+    assert full["documents"] == len(every) == 250 and full["tokens"] == every.sum()
+    assert full["quantiles"]["0.5"] == np.quantile(every, 0.5, method="inverted_cdf")
+    assert full["at_most"]["128"]["documents"] == pytest.approx((every <= 128).mean())
     assert output["dropped"] == manifest["source"]["dropped"] and output["rows"] == 250 + sum(
         output["dropped"].values()
     )
     pictures = [tmp_path / "deeper" / "lengths.png", tmp_path / "again.png"]
     for path in pictures:
-        result = room.cli("stats", data, "--picture", path)
+        result = base.cli("stats", data, "--picture", path)
         assert result.returncode == 0 and str(path) in result.stderr
     pixels = image.imread(io.BytesIO(pictures[0].read_bytes()))
     assert (
@@ -366,7 +366,7 @@ def test_the_figures_add_up_and_the_picture_is_drawn(tmp_path: Path, data: Path)
 
 def test_the_librarys_texts_are_its_own_and_the_same_again(tmp_path: Path) -> None:
     path, root = tmp_path / "new" / "stdlib.parquet", Path(sysconfig.get_path("stdlib"))
-    room.done("stdlib", path)
+    base.done("stdlib", path)
     file = pq.ParquetFile(path, page_checksum_verification=True)
     rows, version = file.read().to_pylist(), ".".join(map(str, sys.version_info[:3]))
     assert file.schema_arrow.equals(SCHEMA) and file.num_row_groups >= 3
@@ -384,7 +384,7 @@ def test_the_librarys_texts_are_its_own_and_the_same_again(tmp_path: Path) -> No
     }
     before = path.read_bytes()
     assert (
-        "unchanged" in room.done("stdlib", path)
+        "unchanged" in base.done("stdlib", path)
         and path.read_bytes() == before
         and len(list(path.parent.iterdir())) == 1
     )

@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 
 from data_prep.encode.splits import Split
 from data_prep.encode.tokenizer import load_folder
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 
 
 def run(inputs: object, tokenizer: Path, out: Path, *options: object) -> str:
     files = inputs if isinstance(inputs, list) else [inputs]
-    return room.done("run", *files, f"--tokenizer {tokenizer} --out {out}", room.HF, *options)
+    return base.done("run", *files, f"--tokenizer {tokenizer} --out {out}", base.HF, *options)
 
 
 def texts(folder: Path, tokenizer: Path) -> dict[str, list[str]]:
@@ -32,11 +32,11 @@ def texts(folder: Path, tokenizer: Path) -> dict[str, list[str]]:
 
     Every document must end in EOD, and every row must be written or dropped.
     """
-    info, manifest = load_folder(tokenizer), room.manifest_of(folder)
+    info, manifest = load_folder(tokenizer), base.manifest_of(folder)
     decoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     result = {}
     for name in manifest["splits"]:
-        split = room.read_split(folder, name)
+        split = base.read_split(folder, name)
         assert all(ids[-1] == info.eod_id and ids.count(info.eod_id) == 1 for ids in split)
         result[name] = [decoder.decode(ids[:-1], skip_special_tokens=False) for ids in split]
     assert manifest["source"]["rows"] == sum(map(len, result.values())) + sum(
@@ -46,7 +46,7 @@ def texts(folder: Path, tokenizer: Path) -> dict[str, list[str]]:
 
 
 def dropped(folder: Path) -> Any:
-    return room.manifest_of(folder)["source"]["dropped"]
+    return base.manifest_of(folder)["source"]["dropped"]
 
 
 def test_every_document_lands_whole_in_the_split_of_its_id(
@@ -58,7 +58,7 @@ def test_every_document_lands_whole_in_the_split_of_its_id(
         expected[Split(10, 5).of(document_id.encode())].append(text)
         ids[Split(10, 5).of(document_id.encode())] += f"{document_id}\n"
     assert all(expected.values()) and texts(made, tokenizer) == expected
-    manifest, raw = room.manifest_of(made), (tokenizer / "tokenizer.json").read_bytes()
+    manifest, raw = base.manifest_of(made), (tokenizer / "tokenizer.json").read_bytes()
     assert (
         manifest["format"] == 2
         and manifest["dtype"] == "uint16"
@@ -99,46 +99,46 @@ def test_order_of_inputs_and_row_groups_do_not_change_a_documents_split(
     random.Random(1).shuffle(mixed)
     folder.mkdir(parents=True)
     files = [
-        room.write_parquet(folder / f"{i}.parquet", mixed[i::3], row_group_size=17)
+        base.write_parquet(folder / f"{i}.parquet", mixed[i::3], row_group_size=17)
         for i in range(3)
     ]
-    run(files, tokenizer, tmp_path / "out", room.SHARES)
+    run(files, tokenizer, tmp_path / "out", base.SHARES)
     found, expected = (texts(out, tokenizer) for out in (tmp_path / "out", made))
     assert {name: sorted(part) for name, part in found.items()} == {
         name: sorted(part) for name, part in expected.items()
     }
-    run(tmp_path / "folder", tokenizer, tmp_path / "whole", room.SHARES)
-    assert room.merged_hashes(tmp_path / "whole") == room.merged_hashes(tmp_path / "out")
+    run(tmp_path / "folder", tokenizer, tmp_path / "whole", base.SHARES)
+    assert base.merged_hashes(tmp_path / "whole") == base.merged_hashes(tmp_path / "out")
 
 
 def test_same_run_is_left_alone_another_is_refused(
     tmp_path: Path, corpus: Path, tokenizer: Path, made: Path
 ) -> None:
-    out = room.copied(made, tmp_path / "data")
-    before, other = room.snapshot(out), "--valid-percent 10 --test-percent 0"
-    assert "unchanged" in run(corpus, tokenizer, out, room.SHARES)
-    run(shutil.copy(corpus, tmp_path / "renamed.parquet"), tokenizer, out, room.SHARES)
-    command = ("run", corpus, f"--tokenizer {tokenizer} --out {out}", other, room.HF)
-    assert "--overwrite" in room.refused(*command) and room.snapshot(out) == before
-    room.done(*command, "--overwrite")
-    assert not (out / "test.bin").exists() and set(room.manifest_of(out)["splits"]) == {
+    out = base.copied(made, tmp_path / "data")
+    before, other = base.snapshot(out), "--valid-percent 10 --test-percent 0"
+    assert "unchanged" in run(corpus, tokenizer, out, base.SHARES)
+    run(shutil.copy(corpus, tmp_path / "renamed.parquet"), tokenizer, out, base.SHARES)
+    command = ("run", corpus, f"--tokenizer {tokenizer} --out {out}", other, base.HF)
+    assert "--overwrite" in base.refused(*command) and base.snapshot(out) == before
+    base.done(*command, "--overwrite")
+    assert not (out / "test.bin").exists() and set(base.manifest_of(out)["splits"]) == {
         "train",
         "valid",
     }
     (out / "train.idx").unlink()
-    assert "train.idx" in room.refused(*command)
-    room.done(*command, "--overwrite")
-    assert "complete" in room.done("verify", out)
+    assert "train.idx" in base.refused(*command)
+    base.done(*command, "--overwrite")
+    assert "complete" in base.done("verify", out)
 
 
 def test_the_tokenizer_may_lie_in_the_output_folder(
     tmp_path: Path, corpus: Path, tokenizer: Path, made: Path
 ) -> None:
-    room.copied(tokenizer, tmp_path / "tokenizer")
+    base.copied(tokenizer, tmp_path / "tokenizer")
     for options in ([], ["--overwrite"]):
-        run(corpus, tmp_path / "tokenizer", tmp_path, room.SHARES, *options)
+        run(corpus, tmp_path / "tokenizer", tmp_path, base.SHARES, *options)
         assert (
-            room.merged_hashes(tmp_path) == room.merged_hashes(made)
+            base.merged_hashes(tmp_path) == base.merged_hashes(made)
             and (tmp_path / "tokenizer" / "training.json").exists()
         )
 
@@ -149,26 +149,29 @@ def test_the_tokenizer_may_lie_in_the_output_folder(
 def test_workers_and_the_size_of_units_do_not_change_a_byte(
     tmp_path: Path, many: Path, tokenizer: Path, many_made: Path
 ) -> None:
-    run(many, tokenizer, tmp_path / "out", room.SHARES, room.SMALL_UNITS, "--workers 3")
-    assert room.snapshot(tmp_path / "out") == room.snapshot(many_made)
+    run(many, tokenizer, tmp_path / "out", base.SHARES, base.SMALL_UNITS, "--workers 3")
+    assert base.snapshot(tmp_path / "out") == base.snapshot(many_made)
     for unit_mb in ("0.05", "1000"):
-        out = room.prepared(tmp_path / unit_mb, [many], tokenizer, f"--unit-mb {unit_mb}")
-        assert room.merged_hashes(out) == room.merged_hashes(many_made)
-        assert (room.manifest_of(out)["units"]["count"] == 1) == (unit_mb == "1000")
+        out = base.prepared(tmp_path / unit_mb, [many], tokenizer, f"--unit-mb {unit_mb}")
+        assert base.merged_hashes(out) == base.merged_hashes(many_made)
+        assert (base.manifest_of(out)["units"]["count"] == 1) == (unit_mb == "1000")
 
 
 def test_tasks_one_after_the_other_do_not_change_a_byte(
     tmp_path: Path, many: Path, tokenizer: Path, many_made: Path
 ) -> None:
-    out, tasks = room.plan_folder(tmp_path / "out", [many], tokenizer, room.SMALL_UNITS), [2, 0, 1]
+    out, tasks = (
+        base.plan_folder(tmp_path / "out", [many], tokenizer, base.SMALL_UNITS),
+        [2, 0, 1],
+    )
     for done, task in enumerate(tasks, 1):
-        command = ("run", f"--out {out} --task-id {task} --tasks 3 --workers 1", room.HF)
-        room.done(*command)
+        command = ("run", f"--out {out} --task-id {task} --tasks 3 --workers 1", base.HF)
+        base.done(*command)
         expected = {number for number in range(40) if number % 3 in tasks[:done]}
-        assert room.entries(out) == expected and not (out / "manifest.json").exists()
-        assert "nothing to do" in room.done(*command)
-    room.done("merge", out)
-    assert room.snapshot(out) == room.snapshot(many_made)
+        assert base.entries(out) == expected and not (out / "manifest.json").exists()
+        assert "nothing to do" in base.done(*command)
+    base.done("merge", out)
+    assert base.snapshot(out) == base.snapshot(many_made)
 
 
 @pytest.mark.slow
@@ -179,14 +182,14 @@ def test_tasks_at_once_each_planning_too_do_not_change_a_byte(
     array = {"MIN": "5", "STEP": "2", "COUNT": "3"}
     environment = {f"SLURM_ARRAY_TASK_{name}": value for name, value in array.items()}
     files = f"--tokenizer {tokenizer} --out {out} --workers 1"
-    command = ("run", rows, files, room.SHARES, room.SMALL_UNITS, room.HF)
+    command = ("run", rows, files, base.SHARES, base.SMALL_UNITS, base.HF)
     tasks = [
-        room.start(*command, **environment, SLURM_ARRAY_TASK_ID=number)
+        base.start(*command, **environment, SLURM_ARRAY_TASK_ID=number)
         for number in ("9", "5", "7")
     ]
     for task in tasks:
         assert task.communicate(timeout=300)[1] == "" and task.returncode == 0
-    assert room.snapshot(room.merge(out)) == room.snapshot(merged)
+    assert base.snapshot(base.merge(out)) == base.snapshot(merged)
 
 
 DAMAGE = """
@@ -199,18 +202,18 @@ DAMAGE = """
 
 
 def test_a_restart_does_what_is_left(shards: Path, merged: Path) -> None:
-    before = room.snapshot(shards)
-    command = ("run", f"--out {shards} --task-id 0 --tasks 1", room.HF)
+    before = base.snapshot(shards)
+    command = ("run", f"--out {shards} --task-id 0 --tasks 1", base.HF)
     for how in DAMAGE.strip().splitlines():
-        room.spoil(shards / "shards", how)
-        assert "1 of 5 units to do" in room.done(*command) and room.snapshot(shards) == before, how
-    room.edit_json(
+        base.spoil(shards / "shards", how)
+        assert "1 of 5 units to do" in base.done(*command) and base.snapshot(shards) == before, how
+    base.edit_json(
         shards / "shards" / "00002.json",
         lambda e: e.update(rows=e["rows"] + 1, dropped=e["dropped"] | {"masked": 1}),
     )
-    assert "1 of 5 units to do" in room.done(*command) and room.snapshot(
-        room.merge(shards)
-    ) == room.snapshot(merged)
+    assert "1 of 5 units to do" in base.done(*command) and base.snapshot(
+        base.merge(shards)
+    ) == base.snapshot(merged)
 
 
 def test_a_plan_is_done_from_any_folder_and_only_the_files_to_be_read_are_needed(
@@ -218,20 +221,20 @@ def test_a_plan_is_done_from_any_folder_and_only_the_files_to_be_read_are_needed
 ) -> None:
     (tmp_path / "here").mkdir()
     for name, seed in (("a", 1), ("b", 2), ("moved", 2)):
-        room.write_parquet(
-            tmp_path / "here" / f"{name}.parquet", room.make_documents(50, 20, seed=seed)
+        base.write_parquet(
+            tmp_path / "here" / f"{name}.parquet", base.make_documents(50, 20, seed=seed)
         )
     inputs, here = ("a.parquet", "b.parquet"), str(tmp_path / "here")
-    options = f"--tokenizer {tokenizer} --out {tmp_path}/out {room.ALL_TRAIN}"
-    room.done("plan", *inputs, options, HERE=here)
-    room.done("run", f"--out {tmp_path}/out --task-id 0 --tasks 2", room.HF)
+    options = f"--tokenizer {tokenizer} --out {tmp_path}/out {base.ALL_TRAIN}"
+    base.done("plan", *inputs, options, HERE=here)
+    base.done("run", f"--out {tmp_path}/out --task-id 0 --tasks 2", base.HF)
     # The same inputs, one of them in another place.
-    room.done("plan", "a.parquet", "moved.parquet", options, HERE=here)
+    base.done("plan", "a.parquet", "moved.parquet", options, HERE=here)
     for name in inputs:
         (tmp_path / "here" / name).unlink()
-    room.done("run", f"--out {tmp_path}/out --task-id 1 --tasks 2", room.HF)
-    room.done("merge", tmp_path / "out")
-    assert len(room.read_split(tmp_path / "out", "train")) == 100
+    base.done("run", f"--out {tmp_path}/out --task-id 1 --tasks 2", base.HF)
+    base.done("merge", tmp_path / "out")
+    assert len(base.read_split(tmp_path / "out", "train")) == 100
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ def test_bad_rows_are_dropped_and_counted(tmp_path: Path, tokenizer: Path) -> No
     file, out = tmp_path / "a.parquet", tmp_path / "out"
     pq.write_table(pa.table({"name": [i for i, _ in rows], "body": body}), file, row_group_size=4)
     columns = "--text-column body --id-column name"
-    run(file, tokenizer, out, columns, room.ALL_TRAIN, "--max-bad 6")
+    run(file, tokenizer, out, columns, base.ALL_TRAIN, "--max-bad 6")
     assert dropped(out) == {"null_text": 2, "empty_text": 1, "invalid_utf8": 2, "null_id": 1}
     assert [text.encode() for text in texts(out, tokenizer)["train"]] == [text for _, text in good]
 
@@ -271,7 +274,7 @@ def test_a_damaged_row_group_fails_the_job_at_its_end_and_its_work_is_kept(
     checksum detects.
     """
     file, out = tmp_path / "corrupt.parquet", tmp_path / "out"
-    documents = room.make_documents(300, 40, seed=5)
+    documents = base.make_documents(300, 40, seed=5)
     table = pa.table({"id": [d[0] for d in documents], "text": [d[1] for d in documents]})
     pq.write_table(
         table,
@@ -286,13 +289,13 @@ def test_a_damaged_row_group_fails_the_job_at_its_end_and_its_work_is_kept(
     raw[at : at + 40] = bytes(40) if how == "zeros" else b" Import " + raw[at + 8 : at + 40]
     file.write_bytes(raw)
     files = f"--tokenizer {tokenizer} --out {out}"
-    command = ("run", file, files, room.SHARES, room.SMALL_UNITS, room.HF)
+    command = ("run", file, files, base.SHARES, base.SMALL_UNITS, base.HF)
     for limit in ([], ["--max-bad 99"], ["--max-bad 33%"], ["--max-bad 0"]):
-        result = room.cli(*command, *limit)
+        result = base.cli(*command, *limit)
         assert (
             result.returncode == 1
             and not (out / "manifest.json").exists()
-            and not room.merged_hashes(out)
+            and not base.merged_hashes(out)
         ), result
         assert result.stderr.startswith(
             "data_prep: error: 100 of 300 rows are bad (100 unreadable), more than --max-bad"
@@ -303,7 +306,7 @@ def test_a_damaged_row_group_fails_the_job_at_its_end_and_its_work_is_kept(
         )
     (place,) = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
     assert (place["place"], place["reason"]) == (100, "unreadable")
-    assert "units to do" not in room.done(*command, "--max-bad 100")
+    assert "units to do" not in base.done(*command, "--max-bad 100")
     assert dropped(out) == {"unreadable": 100} and texts(out, tokenizer)
 
 
@@ -311,11 +314,11 @@ def test_max_bad_counts_faults_alone_and_lists_their_places(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     rows = [(f"d{i}", None if 100 <= i < 150 else "text " * (1 + i % 3)) for i in range(1000)]
-    file, out = room.write_parquet(tmp_path / "rows.parquet", rows), tmp_path / "out"
+    file, out = base.write_parquet(tmp_path / "rows.parquet", rows), tmp_path / "out"
     files = f"--tokenizer {tokenizer} --out {out} --min-bytes 9"
-    command = ("run", file, files, room.ALL_TRAIN, room.HF)
+    command = ("run", file, files, base.ALL_TRAIN, base.HF)
     for limit in ("49", "4.9%"):
-        result = room.cli(*command, f"--max-bad {limit}")
+        result = base.cli(*command, f"--max-bad {limit}")
         lines = result.stderr.splitlines()
         assert (
             lines[0].startswith("data_prep: error: 50 of 1,000 rows are bad (50 null_text)")
@@ -327,7 +330,7 @@ def test_max_bad_counts_faults_alone_and_lists_their_places(
             and len(lines) == 22
         ), result
     assert len((out / "bad_rows.jsonl").read_text().splitlines()) == 50
-    room.done(*command, "--max-bad 5%")
+    base.done(*command, "--max-bad 5%")
     assert (
         dropped(out)["null_text"] == 50
         and dropped(out)["below_min_bytes"] > 300
@@ -345,20 +348,20 @@ def test_a_stream_that_is_cut_off_fails_whatever_the_share(
         for i in range(2000)
     ).encode()
     file, out = tmp_path / f"cut.jsonl.{kind}", tmp_path / "out"
-    whole = gzip.compress(raw, 1) if kind == "gz" else pa.Codec("zstd").compress(raw, asbytes=True)
-    file.write_bytes(whole[: int(0.7 * len(whole))])
-    command = ("run", file, f"--tokenizer {tokenizer} --out {out}", room.ALL_TRAIN, room.HF)
+    full = gzip.compress(raw, 1) if kind == "gz" else pa.Codec("zstd").compress(raw, asbytes=True)
+    file.write_bytes(full[: int(0.7 * len(full))])
+    command = ("run", file, f"--tokenizer {tokenizer} --out {out}", base.ALL_TRAIN, base.HF)
     for limit in ([], ["--max-bad 1000"], ["--max-bad 99%"]):
-        result = room.cli(*command, *limit)
+        result = base.cli(*command, *limit)
         assert result.returncode == 1 and not (out / "manifest.json").exists(), result
         assert (
             "1 cut_off" in result.stderr
             and str(file) in result.stderr
             and "--max-bad 100%" in result.stderr
         )
-    room.done(*command, "--max-bad 100%")
+    base.done(*command, "--max-bad 100%")
     assert dropped(out) == {"cut_off": 1} and 500 < len(texts(out, tokenizer)["train"]) < 2000
-    checked = room.done("verify", out)
+    checked = base.done("verify", out)
     assert "documents encoded again" in checked and "not checked" not in checked, checked
 
 
@@ -377,10 +380,10 @@ def test_a_document_of_50_mb_among_small_ones(
     documents are written.
     """
     long, out = "word and number 12345 " * (50_000_000 // 22), tmp_path / "out"
-    file = room.write_parquet(
+    file = base.write_parquet(
         tmp_path / "long.parquet", [("a", "first"), ("long", long), ("b", "last")]
     )
-    run(file, tokenizer, out, room.ALL_TRAIN, *limit, f"--encoder {encoder}")
+    run(file, tokenizer, out, base.ALL_TRAIN, *limit, f"--encoder {encoder}")
     assert dropped(out) == ({} if limit else {"above_max_bytes": 1})
     assert texts(out, tokenizer)["train"] == ["first", *[long] * bool(limit), "last"]
 
@@ -407,7 +410,7 @@ def test_malformed_lines_and_lone_surrogates_in_json(tmp_path: Path, tokenizer: 
         b'{"id": "j", "text": "last, without a line end"}',
     ]
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
-    run(tmp_path / "rows.jsonl", tokenizer, tmp_path / "out", room.ALL_TRAIN, "--max-bad 9")
+    run(tmp_path / "rows.jsonl", tokenizer, tmp_path / "out", base.ALL_TRAIN, "--max-bad 9")
     assert dropped(tmp_path / "out") == {
         "null_text": 1,
         "empty_text": 1,

@@ -179,18 +179,18 @@ def test_fingerprints_see_another_size_and_other_content_and_are_fast(
 ) -> None:
     """At most a tenth of a file of 100 MB is read."""
     path, line = tmp_path / "x.jsonl", b'{"text": "%s", "id": "1"}\n' % (b"x" * 4000)
-    whole = opened(path, line * 25_000)
+    full = opened(path, line * 25_000)
     with monkeypatch.context() as patch:
         patch.setattr(streams, "LocalFile", Counting)
         patch.setattr(Counting, "total", 0)
         assert (
-            open_files([str(path)], COLUMNS)[0] == whole and 1e6 < Counting.total < whole.bytes / 10
+            open_files([str(path)], COLUMNS)[0] == full and 1e6 < Counting.total < full.bytes / 10
         )
-    os.truncate(path, whole.bytes - 1)
-    assert open_files([str(path)], COLUMNS)[0].fingerprint != whole.fingerprint
+    os.truncate(path, full.bytes - 1)
+    assert open_files([str(path)], COLUMNS)[0].fingerprint != full.fingerprint
     with path.open("ab") as stream:
         stream.write(b" ")
-    assert open_files([str(path)], COLUMNS)[0].fingerprint != whole.fingerprint
+    assert open_files([str(path)], COLUMNS)[0].fingerprint != full.fingerprint
     texts = (["a", "b"], ["a", "c"], ["a", "bb"])
     found = {
         written(tmp_path / "x.parquet", [{"text": t, "id": t} for t in some]).fingerprint
@@ -204,7 +204,7 @@ def test_spans_cover_each_row_once_in_order_for_any_unit_size(tmp_path: Path, ki
     random_ = random.Random(1)
     rows = [row(i, words=random_.choice([1, 5, 200])) for i in range(150)]
     file = written(tmp_path / f"x.{kind}", rows, row_group_size=7)
-    (whole,) = spans(file, COLUMNS, WHOLE)
+    (full,) = spans(file, COLUMNS, WHOLE)
     expected = read_all(file)
     assert [item[:2] for item in expected] == [
         (item["text"].encode(), item["id"].encode()) for item in rows
@@ -221,7 +221,7 @@ def test_spans_cover_each_row_once_in_order_for_any_unit_size(tmp_path: Path, ki
         assert cut == spans(file, COLUMNS, unit_bytes) and read_all(file, cut) == expected
         assert [span.start for span in cut] == [0, *(span.stop for span in cut[:-1])] and cut[
             -1
-        ].stop == whole.stop
+        ].stop == full.stop
         if kind == "parquet":
             sizes = [span.text_bytes for span in spans(file, COLUMNS, 1)]
             assert sum(span.rows or 0 for span in cut) == 150 and all(

@@ -323,7 +323,7 @@ def test_streams_are_unpacked_as_they_were_packed_whatever_the_members(
     """
     random_ = random.Random(6)
     for _ in range(60):
-        whole, contents = b"", []
+        full, contents = b"", []
         for _ in range(random_.randrange(1, 6)):
             contents.append(
                 random_.choice([random_.randbytes(3), b"\0", bytes(5)])
@@ -335,8 +335,8 @@ def test_streams_are_unpacked_as_they_were_packed_whatever_the_members(
                 if suffix == "gz"
                 else random_.choice([b"", skipped])
             )
-            whole += packed(f"x.{suffix}", contents[-1]) + between
-        (tmp_path / "x").write_bytes(whole)
+            full += packed(f"x.{suffix}", contents[-1]) + between
+        (tmp_path / "x").write_bytes(full)
         with (tmp_path / "x").open("rb") as file:
             assert b"".join(chunks(file, f"jsonl.{suffix}")) == b"".join(contents)
 
@@ -347,8 +347,8 @@ def test_a_stream_that_ends_early_is_read_as_far_as_it_goes(
     tmp_path: Path, suffix: str, share: float
 ) -> None:
     content, name = noisy(1), f"x.jsonl.{suffix}"
-    whole = packed(name, content)
-    *rows, last = read_all(opened(tmp_path / name, whole[: int(len(whole) * share)]))
+    full = packed(name, content)
+    *rows, last = read_all(opened(tmp_path / name, full[: int(len(full) * share)]))
     lines = content.split(b"\n")
     assert [text for text, _, _ in rows] == [
         json.loads(line)["text"].encode() for line in lines[: len(rows)]
@@ -363,11 +363,11 @@ def test_damage_within_a_stream_or_behind_it_cuts_the_rest_off(tmp_path: Path) -
     content = noisy(2)
     texts = [json.loads(line)["text"].encode() for line in content.splitlines()]
     for name in ("x.jsonl.gz", "x.jsonl.zst"):
-        whole = packed(name, content)
-        middle = len(whole) // 2
+        full = packed(name, content)
+        middle = len(full) // 2
         for damaged, least in (
-            (whole[:middle] + bytes(1000) + whole[middle + 1000 :], 400),
-            (whole + b"garbage behind the end", 998),
+            (full[:middle] + bytes(1000) + full[middle + 1000 :], 400),
+            (full + b"garbage behind the end", 998),
         ):
             file = opened(tmp_path / name, damaged)
             *rows, last = read_all(file)

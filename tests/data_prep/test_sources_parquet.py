@@ -29,7 +29,7 @@ from data_prep.sources import (
 from data_prep.sources.pages import Pages, pages_of
 from data_prep.sources.rows import BATCH_BYTES, Drop
 from fem_common.errors import StorageError, UserError
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 from tests.data_prep.sources_made import COLUMNS, WHOLE, parts, read_all, row, written
 
 TYPES = [
@@ -201,14 +201,14 @@ def test_a_damaged_row_group_is_read_up_to_the_damage_and_the_others_whole(
     tmp_path: Path, name: str, at: float
 ) -> None:
     rows, path = [row(i, words=300) for i in range(1000)], tmp_path / "x.parquet"
-    whole = written(path, rows, row_group_size=400, **PAGES)
+    full = written(path, rows, row_group_size=400, **PAGES)
     group = pq.read_metadata(path).row_group(1)
     chunk = next(chunk for chunk in map(group.column, range(2)) if chunk.path_in_schema == name)
     with path.open("r+b") as stream:
         stream.seek(chunk.data_page_offset + int(chunk.total_compressed_size * at))
         stream.write(bytes(40))
     (file,) = open_files([str(path)], COLUMNS)
-    assert file == whole  # the footer does not reveal it
+    assert file == full  # the footer does not reveal it
     found = parts(file, [Span(0, 3, None, 0)])
     (fault,) = [part for part in found if isinstance(part, Unreadable)]
     assert fault.reason is Drop.UNREADABLE and fault.place + fault.rows == 800
@@ -399,7 +399,7 @@ def read_in_child(path: Path) -> tuple[int, int, int, int]:
     """Read a file in a child process and return (rows read, rows lost, MiB of text, peak MiB of the
     process).
     """
-    done = room.python(READ, path)
+    done = base.python(READ, path)
     assert done.returncode == 0, done.stderr
     rows, lost, text, peak = map(int, done.stdout.split())
     return rows, lost, text, peak
@@ -506,7 +506,7 @@ def test_want_of_memory_is_no_damage(tmp_path: Path) -> None:
         (tmp_path / "x.jsonl.zst", 400, 1),
     ):
         for mib, output in ((enough, f"{rows} 0 "), (40, "MemoryError")):
-            done = room.python(
+            done = base.python(
                 READ, path, mib, ARROW_DEFAULT_MEMORY_POOL="system"
             )  # other allocators reserve address space
             assert (done.stdout + done.stderr).startswith(output), (mib, done)

@@ -20,7 +20,7 @@ from data_prep.encode.documents import Documents
 from data_prep.encode.splits import hash64
 from data_prep.encode.tokenizer import load_folder
 from data_prep.verbs.train_tokenizer import BYTES, PRINTABLE, SPACE, STYLES, Sample, alphabet
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 
 FRAGMENTS = [
     *"\x00|\r\n|\n\n|\t|    |  | |'s|'LL|0123456789|\ufeff|é|e\u0301|ﬁ".split("|"),
@@ -51,7 +51,7 @@ def fuzz(number: int) -> list[str]:
 def train(source: Path, out: Path, style: str = "gpt", *options: object, entries: int = 0) -> Path:
     size = entries or VOCABULARY[style]
     words = f"--style {style} --vocab-size {size} --out {out}"
-    room.done("train-tokenizer", source, words, *options)
+    base.done("train-tokenizer", source, words, *options)
     return out
 
 
@@ -67,7 +67,7 @@ def mixed() -> list[tuple[str, str]]:
     """Documents of prose and code."""
     return [
         (name, text + CODE * (number % 3))
-        for number, (name, text) in enumerate(room.make_documents(300, 40, seed=8))
+        for number, (name, text) in enumerate(base.make_documents(300, 40, seed=8))
     ]
 
 
@@ -80,7 +80,7 @@ def trained(
     """Style and the tokenizer of that style."""
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, train(
-        room.write_parquet(folder / "mixed.parquet", mixed), folder / "t", request.param
+        base.write_parquet(folder / "mixed.parquet", mixed), folder / "t", request.param
     )
 
 
@@ -121,7 +121,7 @@ def test_every_text_comes_back_and_transformers_agrees(trained: tuple[str, Path]
 
 def test_llamas_layout(tmp_path: Path, mixed: list[tuple[str, str]]) -> None:
     """The layout equals LLaMA-2's tokenizer.json."""
-    folder = train(room.write_parquet(tmp_path / "mixed.parquet", mixed), tmp_path / "t", "llama")
+    folder = train(base.write_parquet(tmp_path / "mixed.parquet", mixed), tmp_path / "t", "llama")
     spec = json.loads((folder / "tokenizer.json").read_text())
     assert [token["content"] for token in spec["added_tokens"]] == ["<unk>", "<s>", "</s>"]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -179,9 +179,9 @@ def test_files_their_order_and_threads_make_no_difference(
     shuffled, made = mixed.copy(), set[bytes]()
     sample = f"--sample-mb {sum(len(text.encode()) for _, text in mixed) / 3e6}"
     random.Random(1).shuffle(shuffled)
-    room.write_parquet(tmp_path / "whole.parquet", mixed)
+    base.write_parquet(tmp_path / "whole.parquet", mixed)
     for number in range(3):
-        room.write_parquet(
+        base.write_parquet(
             tmp_path / "parts" / f"{number}.parquet", shuffled[number::3], row_group_size=17
         )
     lines = "".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in reversed(mixed))
@@ -189,7 +189,7 @@ def test_files_their_order_and_threads_make_no_difference(
     for name, threads in (("whole.parquet", "1"), ("parts", "4"), ("lines.jsonl", "2")):
         options = f"--style {style} --vocab-size {VOCABULARY[style]} --out {tmp_path}/of-{name}"
         known = {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-        done = room.alone("train-tokenizer", tmp_path / name, options, sample, **known)
+        done = base.alone("train-tokenizer", tmp_path / name, options, sample, **known)
         assert done.returncode == 0, done
         made.add((tmp_path / f"of-{name}" / "tokenizer.json").read_bytes())
     assert len(made) == 1  # the sample decides
@@ -201,29 +201,33 @@ def test_files_their_order_and_threads_make_no_difference(
 def test_the_same_training_is_left_alone_and_another_is_refused(
     tmp_path: Path, corpus: Path, tokenizer: Path
 ) -> None:
-    out = room.copied(tokenizer, tmp_path / "tokenizer")
+    out = base.copied(tokenizer, tmp_path / "tokenizer")
     before = os.stat(out / "tokenizer.json").st_mtime_ns
     same = ("train-tokenizer", corpus, f"--out {out} --vocab-size 320")
-    assert "unchanged" in room.done(*same) and os.stat(out / "tokenizer.json").st_mtime_ns == before
+    assert "unchanged" in base.done(*same) and os.stat(out / "tokenizer.json").st_mtime_ns == before
     for change in (
         "--vocab-size 400",
         "--style llama --vocab-size 400",
         "--min-bytes 20",
         "--sample-mb 0.001",
     ):
-        assert "contains another tokenizer" in room.refused(*same, change)
-    room.done(*same, "--vocab-size 400 --overwrite")
+        assert "contains another tokenizer" in base.refused(*same, change)
+    base.done(*same, "--vocab-size 400 --overwrite")
     assert load_folder(out).vocab_size == 400
     (out / "tokenizer.json").write_text(
         "{}"
     )  # the folder counts as incomplete, and a second training gives the same
-    room.done(*same, "--overwrite")
-    assert room.snapshot(out) == room.snapshot(tokenizer)
-    assert set(room.snapshot(out)) == {"tokenizer.json", "tokenizer_config.json", "training.json"}
+    base.done(*same, "--overwrite")
+    assert base.snapshot(out) == base.snapshot(tokenizer)
+    assert set(base.snapshot(out)) == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.json",
+    }
 
 
 def test_small_vocabularies(tmp_path: Path, corpus: Path) -> None:
-    file = room.write_parquet(tmp_path / "tiny.parquet", [("a", "abab")])
+    file = base.write_parquet(tmp_path / "tiny.parquet", [("a", "abab")])
     for style, smallest in (("gpt", 257), ("llama", 354)):
         tokenizer = plain(train(corpus, tmp_path / style, style, entries=smallest))
         assert (
@@ -232,7 +236,7 @@ def test_small_vocabularies(tmp_path: Path, corpus: Path) -> None:
         )
         out = tmp_path / f"tiny-{style}"
         options = f"--vocab-size 1000 --style {style} --out {out}"
-        result = room.cli("train-tokenizer", file, options)
+        result = base.cli("train-tokenizer", file, options)
         assert result.returncode == 0 and "fewer than --vocab-size 1000" in result.stderr
         assert load_folder(out).vocab_size < 400
 
@@ -246,7 +250,7 @@ def test_filters_and_drops_are_those_of_run(tmp_path: Path) -> None:
         "".join(json.dumps(row) + "\n" for row in rows) + "{no json\n"
     )
     options = f"--vocab-size 270 --out {tmp_path}/t --min-score 2"
-    result = room.cli("train-tokenizer", tmp_path / "a.jsonl", options)
+    result = base.cli("train-tokenizer", tmp_path / "a.jsonl", options)
     assert (
         result.returncode == 0
         and "left out: 1 empty_text, 1 malformed, 1 below_min_score" in result.stderr
@@ -294,7 +298,7 @@ def assert_sample(documents: list[tuple[str, str]], wanted: float) -> None:
 @pytest.mark.parametrize("share", [1e-9, 0.01, 0.3, 0.999, 1.0, 5.0])
 def test_the_sample_is_the_smallest_hashes_in_whatever_order(share: float) -> None:
     """The sample is exact to the byte, also for documents with the same id."""
-    documents = room.make_documents(300, 30, seed=4)
+    documents = base.make_documents(300, 30, seed=4)
     total = sum(len(text.encode()) for _, text in documents)
     assert_sample(documents, share * total)
     for wanted in {max(1, int(share * total) + by) for by in (-1, 0, 1)}:

@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep.prepared.indexed import read_index
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 from tests.wording import Wording
 
 # Changes (see conftest.spoil) of a merged folder,
@@ -77,7 +77,7 @@ UNITS: tuple[Callable[[list[Any]], object], ...] = (
 
 def verify(folder: Path, *options: object) -> tuple[int, str]:
     """Return the exit code and output of ``verify``."""
-    result = room.cli("verify", folder, *options)
+    result = base.cli("verify", folder, *options)
     return result.returncode, result.stdout
 
 
@@ -87,8 +87,8 @@ def check_faults(
     """Check that each change is found and that its fault is reported (tests/wording.yaml) with its
     fix.
     """
-    whole, name = room.snapshot(folder), version("tokenizers")
-    fingerprint = json.loads(whole["plan.json"])["fingerprint"]
+    full, name = base.snapshot(folder), version("tokenizers")
+    fingerprint = json.loads(full["plan.json"])["fingerprint"]
     for line in table.strip().splitlines():
         file, changes = line.split(": ", 1)
         for how in changes.split("; "):
@@ -113,7 +113,7 @@ def check_faults(
                 VERSION=name,
                 FINGERPRINT=fingerprint[:12],
             )
-            room.restore(folder, whole)
+            base.restore(folder, full)
 
 
 def test_whole_data_passes_and_is_not_touched(made: Path, merged: Path, encoded: Path) -> None:
@@ -122,7 +122,7 @@ def test_whole_data_passes_and_is_not_touched(made: Path, merged: Path, encoded:
         (merged, r"complete; train [\d.]+k tokens, valid .*, test "),
         (encoded, "complete; not merged yet; continue with: .* merge"),
     ):
-        before = room.snapshot(folder)
+        before = base.snapshot(folder)
         code, output = verify(folder)
         assert (
             code == 0
@@ -132,26 +132,26 @@ def test_whole_data_passes_and_is_not_touched(made: Path, merged: Path, encoded:
         ), output
         assert (
             "hashes, indices, EOD, 100 documents encoded again agree" in output
-            and room.snapshot(folder) == before
+            and base.snapshot(folder) == before
         )
 
 
 def test_a_fault_is_found_and_named(data: Path, wording: Wording) -> None:
     def resealed(how: str) -> None:
-        room.spoil(data, how)
-        room.reseal(data, "test")
+        base.spoil(data, how)
+        base.reseal(data, "test")
 
     def units(how: str) -> None:
-        room.edit_units(data, UNITS[int(how.split()[1])])
+        base.edit_units(data, UNITS[int(how.split()[1])])
 
-    check_faults(data, MERGED, lambda how: room.spoil(data, how), wording)
+    check_faults(data, MERGED, lambda how: base.spoil(data, how), wording)
     assert len(read_index(data / "test.idx").lengths) == 8
     check_faults(data, INSIDE, resealed, wording)
     check_faults(data, "units.jsonl: " + "; ".join(map(str, range(len(UNITS)))), units, wording)
 
 
 def test_a_fault_in_shards_is_found_and_named(shards: Path, wording: Wording) -> None:
-    check_faults(shards, SHARDS, lambda how: room.spoil(shards / "shards", how), wording)
+    check_faults(shards, SHARDS, lambda how: base.spoil(shards / "shards", how), wording)
 
 
 @pytest.mark.parametrize("block", [2, 6, 64, 4096])
@@ -162,17 +162,17 @@ def test_documents_that_straddle_blocks_are_followed(
     monkeypatch.setattr("data_prep.verify.pairs.DOCUMENTS_AT_ONCE", 3)
     assert verify(data, "--sample 0")[0] == 0
     ends = np.cumsum(read_index(data / "test.idx").lengths)
-    room.spoil(
+    base.spoil(
         data, "test.bin ids " + " ".join(f"{ends[document] - 1}=9" for document in (0, 4, 7))
     )
-    room.reseal(data, "test")
+    base.reseal(data, "test")
     code, output = verify(data, "--sample 0")
     assert code == 1 and "3 documents do not end in EOD, number 0 first" in output, output
 
 
-def test_shards_that_a_kill_left_are_said_and_are_no_fault(data: Path, encoded: Path) -> None:
-    room.copied(encoded / "shards", data / "shards")
-    assert f"not checked: {data / 'shards'}: all of it is merged" in room.done(
+def test_shards_that_a_kill_left_are_reported_and_are_no_fault(data: Path, encoded: Path) -> None:
+    base.copied(encoded / "shards", data / "shards")
+    assert f"not checked: {data / 'shards'}: all of it is merged" in base.done(
         "verify", data, "--sample 3"
     )
 
@@ -183,8 +183,8 @@ def test_shards_that_a_kill_left_are_said_and_are_no_fault(data: Path, encoded: 
 def test_the_sample_alone_sees_a_document_that_is_not_its_text(
     data: Path, encoded: Path, tmp_path: Path
 ) -> None:
-    room.spoil(data, "train.bin ids 0=77")
-    room.reseal(data, "train")
+    base.spoil(data, "train.bin ids 0=77")
+    base.reseal(data, "train")
     assert verify(data, "--sample 0")[0] == 0
     code, output = verify(data, "--sample 1000")
     assert code == 1 and output.count("fault: ") == 1, output
@@ -193,9 +193,9 @@ def test_the_sample_alone_sees_a_document_that_is_not_its_text(
         r"tokenizers makes of its text, from id 0"
     )
     assert re.search(printed, output)
-    shards = room.copied(encoded, tmp_path / "shards")
-    room.spoil(shards / "shards", "00001-train.bin ids 0=77")
-    room.reseal(shards / "shards", "00001-train", "00001.json", "train")
+    shards = base.copied(encoded, tmp_path / "shards")
+    base.spoil(shards / "shards", "00001-train.bin ids 0=77")
+    base.reseal(shards / "shards", "00001-train", "00001.json", "train")
     code, output = verify(shards, "--sample 1000")
     assert code == 1 and "00001-train.bin: document 0 (unit 1, place 60 " in output, output
 
@@ -224,21 +224,21 @@ def test_a_sample_of_everything_is_everything_in_place(tmp_path: Path) -> None:
         else f"w{i % 50} w1 " * (1 + i % 3)
         for i in range(150)
     ]
-    file = room.write_parquet(
+    file = base.write_parquet(
         tmp_path / "a.parquet", [(f"d{i}", text) for i, text in enumerate(texts)], row_group_size=40
     )
-    out = room.prepared(tmp_path / "out", [file], tmp_path / "tokenizer", room.SMALL_UNITS)
-    dropped = room.manifest_of(out)["source"]["dropped"]
+    out = base.prepared(tmp_path / "out", [file], tmp_path / "tokenizer", base.SMALL_UNITS)
+    dropped = base.manifest_of(out)["source"]["dropped"]
     assert dropped == {
         "no_tokens": sum(not text.strip() for text in texts),
         "contains_eod": sum("unknown" in text for text in texts),
     }
-    assert f"{150 - sum(dropped.values())} documents encoded again" in room.done(
+    assert f"{150 - sum(dropped.values())} documents encoded again" in base.done(
         "verify", out, "--sample 1000"
     )
 
 
-def test_inputs_gone_or_changed_are_said_and_are_no_fault(
+def test_inputs_gone_or_changed_are_reported_and_are_no_fault(
     tmp_path: Path, rows: Path, tokenizer: Path
 ) -> None:
     mine, mask = tmp_path / "mine.parquet", tmp_path / "mask.py"
@@ -247,11 +247,11 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
         "import numpy as np\n\ndef keep(batch, places, path):\n    return np.array(places) % "
         "2 == 0\n"
     )
-    out = room.prepared(tmp_path / "out", [mine], tokenizer, f"--mask {mask}:keep")
-    assert "100 documents encoded again" in room.done("verify", out)
+    out = base.prepared(tmp_path / "out", [mine], tokenizer, f"--mask {mask}:keep")
+    assert "100 documents encoded again" in base.done("verify", out)
     moved = mine.rename(tmp_path / "moved.parquet")
-    room.spoil(out, f"plan.json set files.0.path {json.dumps(str(moved))}")
-    assert "100 documents encoded again" in room.done("verify", out)
+    base.spoil(out, f"plan.json set files.0.path {json.dumps(str(moved))}")
+    assert "100 documents encoded again" in base.done("verify", out)
 
     def went_bad() -> None:
         raw = bytearray(moved.read_bytes())
@@ -261,8 +261,8 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
     for change, printed in (
         (went_bad, "moved.parquet can no longer be read as it was"),
         (
-            lambda: room.write_parquet(
-                moved, room.rows_with_faults(250, seed=12), row_group_size=60
+            lambda: base.write_parquet(
+                moved, base.rows_with_faults(250, seed=12), row_group_size=60
             ),
             "moved.parquet has changed since",
         ),
@@ -270,7 +270,7 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
         (mask.unlink, "mask.py"),
     ):
         change()
-        output = room.done("verify", out)
+        output = base.done("verify", out)
         assert re.search(
             f"^not checked: a sample of unit 0 against the inputs: .*{printed}",
             output,
@@ -287,7 +287,7 @@ def make_cache(folder: Path, data: Path, key: str = "k" * 32) -> Path:
     cache = folder / key
     cache.mkdir(parents=True)
     (cache / "train-indices.npy").write_bytes(bytes(range(200)))
-    splits = room.manifest_of(data)["splits"]
+    splits = base.manifest_of(data)["splits"]
     sources = [
         {
             "split": name,
@@ -311,16 +311,16 @@ def test_a_stale_or_damaged_index_cache_is_found(
 ) -> None:
     """Caches of other data and unfinished caches are not faults."""
     cache, options = make_cache(data / "caches", data), f"--index-cache {data}/caches"
-    room.spoil(
+    base.spoil(
         make_cache(data / "caches", merged, "o" * 32), 'complete.json set sources.0.idx_sha256 "0"'
     )
     (data / "caches" / ".building-x").mkdir()
     (data / "caches" / ".lock").touch()
-    assert "1 index caches (1 of other data, 1 unfinished) agree" in room.done(
+    assert "1 index caches (1 of other data, 1 unfinished) agree" in base.done(
         "verify", data, "--sample 0", options
     )
-    check_faults(data, CACHES, lambda how: room.spoil(cache, how), wording, options)
-    room.edit_json(
+    check_faults(data, CACHES, lambda how: base.spoil(cache, how), wording, options)
+    base.edit_json(
         cache / "complete.json",
         lambda value: value["sources"][1].update(prefix=str(data / "valid2")),
     )

@@ -16,11 +16,11 @@ import pytest
 
 from data_prep.verbs.run import task_of
 from fem_common.errors import UserError
-from tests.data_prep import conftest as room
+from tests.data_prep import conftest as base
 
 
 @pytest.mark.parametrize(
-    ("death", "code", "said"),
+    ("death", "code", "expected"),
     [
         (
             "os.kill(os.getpid(), 9)",
@@ -44,34 +44,34 @@ def test_a_workers_death_is_one_line_and_loses_one_unit(
     masked: list[object],
     death: str,
     code: int,
-    said: str,
+    expected: str,
 ) -> None:
     # The other worker is slowed down, so that it does not finish many units meanwhile.
     known = {"SLOW": str(21 * 40), "DELAY": "0.5", "POISON": str(20 * 40), "DEATH": death}
-    error, out = room.refused(*masked, code=code, **known), tmp_path / "out"
-    assert said.format(f"unit 20 ({many}, row groups 20 to 20)") in error
-    done = room.entries(out)
+    error, out = base.refused(*masked, code=code, **known), tmp_path / "out"
+    assert expected.format(f"unit 20 ({many}, row groups 20 to 20)") in error
+    done = base.entries(out)
     assert (
         {*range(20)} <= done and 20 not in done and len(done) < 39
     )  # no unit was assigned after the death was noticed
-    assert room.unfinished(out) == []
-    room.done(*masked)
-    assert room.merged_hashes(out) == room.merged_hashes(many_made)
+    assert base.unfinished(out) == []
+    base.done(*masked)
+    assert base.merged_hashes(out) == base.merged_hashes(many_made)
 
 
 def test_workers_leave_when_the_parent_is_killed(tmp_path: Path, masked: list[object]) -> None:
-    process = room.start(*masked, "--workers 3", DELAY="100")
-    room.wait_until(lambda: len(room.unfinished(tmp_path / "out")) == 3)
-    workers = room.children(process.pid)
+    process = base.start(*masked, "--workers 3", DELAY="100")
+    base.wait_until(lambda: len(base.unfinished(tmp_path / "out")) == 3)
+    workers = base.children(process.pid)
     assert len(workers) == 3
     process.kill()
     process.wait()
-    room.wait_until(lambda: not room.live(workers))
+    base.wait_until(lambda: not base.live(workers))
     process.communicate()
 
 
 @pytest.mark.parametrize(
-    ("number", "whom", "code", "said"),
+    ("number", "whom", "code", "expected"),
     [
         (signal.SIGINT, "group", 130, "interrupted"),
         (signal.SIGTERM, "parent", 143, "terminated"),
@@ -87,52 +87,53 @@ def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
     number: signal.Signals,
     whom: str,
     code: int,
-    said: str,
+    expected: str,
 ) -> None:
     """The interrupt arrives while both workers encode units that take longer than the test."""
-    out, words = tmp_path / "out", room.command(*masked)
+    out, words = tmp_path / "out", base.command(*masked)
     slow = {"SLOW": str(8 * 40), "DELAY": "1000"}
     if whom == "terminal":
         pid, terminal = pty.fork()
         if pid == 0:
-            os.execve(words[0], words, {"PYTHONPATH": str(room.ROOT), **slow})
-        room.wait_until(lambda: len(room.entries(out)) == 8)
-        workers = room.children(pid)
+            os.execve(words[0], words, {"PYTHONPATH": str(base.ROOT), **slow})
+        base.wait_until(lambda: len(base.entries(out)) == 8)
+        workers = base.children(pid)
         os.close(terminal)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
     else:
-        process = room.start(*masked, **slow)
-        room.wait_until(lambda: len(room.entries(out)) == 8)
-        workers = room.children(process.pid)
+        process = base.start(*masked, **slow)
+        base.wait_until(lambda: len(base.entries(out)) == 8)
+        workers = base.children(process.pid)
         os.killpg(process.pid, number) if whom == "group" else process.send_signal(number)
         error = process.communicate(timeout=120)[1]
         assert (process.returncode, error) == (
             code,
-            f"data_prep: {said}; finished work is kept: run the same command again to continue\n",
+            f"data_prep: {expected}; "
+            "finished work is kept: run the same command again to continue\n",
         )
-    assert not room.live(workers)
-    assert len(room.entries(out)) == 8 and room.unfinished(out) == []
-    room.done(*masked)
-    assert room.merged_hashes(out) == room.merged_hashes(many_made)
+    assert not base.live(workers)
+    assert len(base.entries(out)) == 8 and base.unfinished(out) == []
+    base.done(*masked)
+    assert base.merged_hashes(out) == base.merged_hashes(many_made)
 
 
 def test_interrupts_of_a_worker_are_the_parents_to_handle(
     tmp_path: Path, masked: list[object]
 ) -> None:
-    process = room.start(*masked, DELAY="0.02")
-    room.wait_until(lambda: len(room.entries(tmp_path / "out")) >= 2)
-    for worker in room.children(process.pid):
+    process = base.start(*masked, DELAY="0.02")
+    base.wait_until(lambda: len(base.entries(tmp_path / "out")) >= 2)
+    for worker in base.children(process.pid):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            room.kill(worker, number)
+            base.kill(worker, number)
     assert (process.communicate(timeout=120)[1], process.returncode) == ("", 0)
 
 
 def test_no_more_workers_than_units_and_all_cores_by_default(
     tmp_path: Path, masked: list[object]
 ) -> None:
-    output = room.done(*masked, "--unit-mb 0.2 --workers 7")
+    output = base.done(*masked, "--unit-mb 0.2 --workers 7")
     assert "2 of 2 units to do, 2 workers" in output
-    output = room.done(*masked[:-1], f"--out {tmp_path}/cores")
+    output = base.done(*masked[:-1], f"--out {tmp_path}/cores")
     assert re.search(f"40 of 40 units to do, {len(os.sched_getaffinity(0))} worker", output)
 
 
@@ -198,9 +199,9 @@ def test_memory_of_a_worker_is_bounded(tmp_path: Path, tokenizer: Path, encoder:
     rows = [(f"n{i}", text) for i, text in enumerate(nasty)] + [
         (f"d{i}", "small text " * 500) for i in range(3_000)
     ]
-    file = room.write_parquet(tmp_path / "nasty.parquet", rows, row_group_size=len(rows))
+    file = base.write_parquet(tmp_path / "nasty.parquet", rows, row_group_size=len(rows))
     options = f"--tokenizer {tokenizer} --out {tmp_path}/out --workers 1 --max-bad 1"
-    result = room.python(MEMORY, "run", file, options, f"--encoder {encoder}")
+    result = base.python(MEMORY, "run", file, options, f"--encoder {encoder}")
     assert result.returncode == 0, result
     kilobytes = int(result.stdout.split("VmHWM ")[1])
     assert kilobytes < 1.5e6, f"{kilobytes / 1e6:.2f} GB"

@@ -54,7 +54,7 @@ def test_values_are_found_longest_first_line_by_line_and_inside_addresses() -> N
     assert secrets.hide("seven77 a harmless value", found) == "seven77 a harmless value"
 
 
-def test_only_what_is_known_to_be_harmless_is_told() -> None:
+def test_only_what_is_known_to_be_harmless_is_reported() -> None:
     environment = {
         "NCCL_DEBUG": "WARN",
         "PATH": "/usr/bin",
@@ -72,7 +72,7 @@ def test_only_what_is_known_to_be_harmless_is_told() -> None:
     }
 
 
-def test_no_value_of_a_secret_is_ever_told() -> None:
+def test_no_value_of_a_secret_is_ever_printed() -> None:
     """Random environments, in which secrets also occur in values of harmless names."""
     for seed in range(20):
         chance = random.Random(seed)

@@ -75,7 +75,7 @@ def compare(vocabulary: str, tied: bool, **layout: Any) -> dict[str, float]:
     own = slice(rank * rows, min((rank + 1) * rows, model.vocab_size))
     kept = max(0, own.stop - own.start)
     weights = {
-        global_name(chunk, name): whole(weight, size).detach()
+        global_name(chunk, name): joined(weight, size).detach()
         for name, weight in chunk.named_parameters()
     }
     cut = {
@@ -185,7 +185,7 @@ def compare_chunks(vocabulary: str, tied: bool, tokens: int, **layout: Any) -> d
     }
 
 
-def whole(weight: Tensor, size: int) -> Tensor:
+def joined(weight: Tensor, size: int) -> Tensor:
     """Return the concatenation of the ranks' parts of a weight."""
     from megatron.core import parallel_state
 

@@ -105,11 +105,11 @@ def test_padding_before_and_between_changes_nothing(name: str) -> None:
             block(piece, Context(positions[past:seen], valid[:, :seen], state=state, past=past))
         )
         past = seen
-    whole = block(x, Context(positions, valid))
+    full = block(x, Context(positions, valid))
     for row, own in enumerate(valid):
         alone = block(x[own, row : row + 1], Context())[:, 0]
         close(torch.cat(outputs)[own, row], alone)
-        close(whole[own, row], alone)
+        close(full[own, row], alone)
     assert all(output.isfinite().all() for output in outputs)
 
 
@@ -119,14 +119,14 @@ def test_right_padding_changes_nothing(name: str) -> None:
     block, lengths, x = block_of(name), (4, 11), tokens(name, 11, **DOUBLE).requires_grad_()
     valid = torch.arange(11) < torch.tensor(lengths)[:, None]
     with torch.enable_grad():
-        whole = block(x, Context(valid=valid))
-        (whole * valid.T[..., None]).square().sum().backward()
+        full = block(x, Context(valid=valid))
+        (full * valid.T[..., None]).square().sum().backward()
     assert x.grad is not None and x.grad.isfinite().all() and not x.grad[~valid.T].any()
-    assert whole.isfinite().all() and all(
+    assert full.isfinite().all() and all(
         weight.grad is None or weight.grad.isfinite().all() for weight in block.parameters()
     )
     for row, length in enumerate(lengths):
-        close(whole[:length, row], block(x[:length, row : row + 1], Context())[:, 0])
+        close(full[:length, row], block(x[:length, row : row + 1], Context())[:, 0])
 
 
 @EVERY_MIXER
@@ -146,7 +146,7 @@ def test_rows_of_the_state_are_the_batch(name: str) -> None:
     [(torch.float32, {}), (torch.bfloat16, {"recurrence": 2})],
     ids=["fp32", "bf16, twice"],
 )
-def test_the_state_has_the_bytes_that_the_plan_says(
+def test_the_state_has_the_bytes_that_the_plan_states(
     name: str, dtype: torch.dtype, again: dict[str, Any]
 ) -> None:
     block = block_of(name, dtype, **again)

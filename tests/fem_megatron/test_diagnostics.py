@@ -131,7 +131,9 @@ class Gathering(OneProcess):
         return torch.cat((x, x))
 
 
-def test_of_documents_read_apart_the_longest_is_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_documents_read_separately_the_longest_is_the_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The longest document of the first sequence; if two ranks have documents of one token, only
     the step norm is reported.
     """
@@ -388,11 +390,11 @@ def test_the_gap_is_a_divergence() -> None:
         rows[:, : sum(parts.values())] = 0.0
     values = own(seen(made, tokens()))
     heads, width = made.mixer.shape.heads, made.mixer.shape.value_head
-    asked = [
+    requested = [
         max(0, number * LENGTH // (heads * width) - 1) for number in range(1, heads * width + 1)
     ]
     assert values["prior_entropy"] == pytest.approx(
-        sum(math.log(t + 1) for t in asked) / len(asked), **ROUNDING
+        sum(math.log(t + 1) for t in requested) / len(requested), **ROUNDING
     )
     assert values["free_energy_gap"] > 0.01
     assert values["posterior_entropy"] < values["prior_entropy"] - 0.01

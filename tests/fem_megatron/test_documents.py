@@ -146,7 +146,7 @@ KERNELS = (
 @pytest.mark.parametrize(
     "name", [*KERNELS, "fem bidirectional", "gla bidirectional", "hyperset both ways"]
 )
-def test_kernels_read_documents_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_read_documents_separately(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted Triton kernels in float32 against separate documents in float64: 1e-5, as for
     each kernel (tests/README.md), or four times the error of the definition.
     """
@@ -216,8 +216,8 @@ def test_cudnn_plans_for_whole_sequences_alone(name: str, monkeypatch: pytest.Mo
     ):
         seen.clear()
         block(x, context).sum().backward()
-        whole = context.documents is None and context.valid is None and context.state is None
-        assert seen and set(seen) == {whole}
+        full = context.documents is None and context.valid is None and context.state is None
+        assert seen and set(seen) == {full}
     seen.clear()
     block(x[:200], Context(causal=causal))
     assert set(seen) == {False} and torch.backends.cuda.cudnn_sdp_enabled()
@@ -267,7 +267,7 @@ def test_reads_go_over_a_quarter_more_tokens_than_there_are(mean: int) -> None:
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)[:-1]])
     x = torch.arange(length)[None]
     documents = Documents.of(torch.isin(torch.arange(length), starts)[None])
-    assert torch.equal(documents.apart(read, [x], batch=0, time=1, causal=True), x)
+    assert torch.equal(documents.per_document(read, [x], batch=0, time=1, causal=True), x)
     places, pairs = (sum(rows * row**power for rows, row in given) for power in (1, 2))
     most = torch.maximum(sizes + 3, 1.25 * sizes)
     assert length <= places <= most.sum() and sizes.square().sum() <= pairs <= most.square().sum()

@@ -71,12 +71,12 @@ def test_a_foreign_layer(package: None, monkeypatch: pytest.MonkeyPatch) -> None
     layer, x = fla_layer(expand=3), tokens(9)
     h = norm(x, layer.norm.weight)
     mean = h.cumsum(0) / torch.arange(1, 10)[:, None, None]
-    whole = layer(x, Context())
+    full = layer(x, Context())
     torch.testing.assert_close(
-        whole, x + layer.layer.out(mean) * layer.layer.scale.sum(), **ROUNDING
+        full, x + layer.layer.out(mean) * layer.layer.scale.sum(), **ROUNDING
     )
     state: State = {}
-    torch.testing.assert_close(decode(layer, x, [4, 1, 3, 1], state), whole, **ROUNDING)
+    torch.testing.assert_close(decode(layer, x, [4, 1, 3, 1], state), full, **ROUNDING)
     assert sum(kept.numel() * 8 for kept in state.values()) == 2 * layer.shape.state_bytes(9, 8)
     valid = torch.arange(9)[None] >= torch.tensor([[0], [5]])
     padded = layer(x, Context(valid=valid))
@@ -84,9 +84,9 @@ def test_a_foreign_layer(package: None, monkeypatch: pytest.MonkeyPatch) -> None
     documents = Documents.of(
         torch.isin(torch.arange(9), torch.tensor([0, 2, 6])).expand(x.shape[1], -1)
     )
-    apart = layer(x, Context(documents=documents))
+    per_document = layer(x, Context(documents=documents))
     torch.testing.assert_close(
-        apart, torch.cat([layer(part, Context()) for part in x.split([2, 4, 3])]), **ROUNDING
+        per_document, torch.cat([layer(part, Context()) for part in x.split([2, 4, 3])]), **ROUNDING
     )
     assert {key: weight.spec.init for key, weight in layer.named_parameters()} == {
         "layer.out.weight": "normal",

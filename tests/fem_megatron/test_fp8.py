@@ -54,22 +54,22 @@ def test_an_operand_is_the_nearest_number_to_the_bit(dtype: torch.dtype, of: tor
     assert not nothing.double().any()
 
 
-def test_parts_scaled_apart_round_to_the_same_numbers() -> None:
+def test_parts_scaled_separately_round_to_the_same_numbers() -> None:
     for dtype, normal in ((fp8.FORWARD, 2.0**-13), (fp8.BACKWARD, 2.0**-28)):
-        whole = draw(64, 32, seed=3)
+        full = draw(64, 32, seed=3)
         parts = torch.cat(
             [
                 found.double() * scale.double()
-                for found, scale in (fp8.quantised(part, dtype) for part in whole.split(16))
+                for found, scale in (fp8.quantised(part, dtype) for part in full.split(16))
             ]
         )
-        found, scale = fp8.quantised(whole, dtype)
-        same = whole.abs() > normal * whole.abs().max()
+        found, scale = fp8.quantised(full, dtype)
+        same = full.abs() > normal * full.abs().max()
         assert (
             torch.equal(parts[same], (found.double() * scale.double())[same])
             and same.float().mean() > 0.9
         )
-        assert len({float(fp8.quantised(part, dtype)[1]) for part in whole.split(16)}) > 1
+        assert len({float(fp8.quantised(part, dtype)[1]) for part in full.split(16)}) > 1
 
 
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32], ids=str)

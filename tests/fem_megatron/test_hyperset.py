@@ -217,8 +217,8 @@ def test_diagnose() -> None:
     for name in ("effective_rank", "mean_angle"):
         assert found[name].shape == (2, 2) and found[name].isfinite().all()
     causal = build(attention="sigmoid")
-    whole, half = (causal.diagnose(part, Context(), torch.arange(5)) for part in (x, x[:6]))
-    torch.testing.assert_close(whole["attention_energy"], half["attention_energy"], **ROUNDING)
+    full, half = (causal.diagnose(part, Context(), torch.arange(5)) for part in (x, x[:6]))
+    torch.testing.assert_close(full["attention_energy"], half["attention_energy"], **ROUNDING)
 
 
 # --- step sizes, updates, adapters ----------------------------------------------------------------

@@ -211,7 +211,7 @@ def test_no_weight_s_step_is_felt_more_where_the_model_is_wider(name: str) -> No
     """
     grown = growth(MIXERS[name], "mup")
     assert max(grown.values()) < 0.3, grown
-    whole = (
+    full = (
         "in_proj",
         "out_proj",
         "query",
@@ -227,7 +227,7 @@ def test_no_weight_s_step_is_felt_more_where_the_model_is_wider(name: str) -> No
     felt_alike = {
         key: power
         for key, power in grown.items()
-        if key.removesuffix(".weight").endswith(whole) or key.endswith(whole)
+        if key.removesuffix(".weight").endswith(full) or key.endswith(full)
     }
     assert len(felt_alike) >= 3 and min(felt_alike.values()) > -0.3, felt_alike
 

@@ -68,11 +68,11 @@ def test_a_save_stages_the_gpu_s_tensors_and_leaves_the_host_s(
     platform.prepare()
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    asked: list[Any] = []
+    requested: list[Any] = []
     here, there = torch.ones(2), [SimpleNamespace(is_cuda=True) for _ in range(2)]
 
     def stand_in(tensors: list[Any]) -> list[torch.Tensor]:
-        asked.extend(tensors)
+        requested.extend(tensors)
         return [torch.full((3,), float(number)) for number in range(len(tensors))]
 
     monkeypatch.setattr(platform, "staged", stand_in)
@@ -82,7 +82,7 @@ def test_a_save_stages_the_gpu_s_tensors_and_leaves_the_host_s(
     ]
     first, second = FileSystemWriterAsync.preload_tensors(buckets, True)
     assert (
-        asked == there
+        requested == there
         and first[:2] == ("f", "k")
         and first[2][0] == ["bytes"]
         and second[:2] == ("g", "l")

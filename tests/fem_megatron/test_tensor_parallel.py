@@ -83,15 +83,15 @@ Errors = dict[tuple[Any, ...], dict[str, float]]
 @pytest.fixture(scope="module")
 def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Errors:
     """Largest relative errors of every case of this session."""
-    asked = [
+    requested = [
         item.callspec.params["case"]
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     ]
     folder, found = tmp_path_factory.mktemp("ranks"), Errors()
     for world, cases in (
-        (2, [case for case in asked if case not in FOUR]),
-        (4, [case for case in asked if case in FOUR]),
+        (2, [case for case in requested if case not in FOUR]),
+        (4, [case for case in requested if case in FOUR]),
     ):
         if cases:
             found |= answer(
@@ -138,8 +138,8 @@ def test_more_ranks_share_a_sequence_than_it_has_heads(wording: Wording) -> None
                 == kinds(requested="all_gather")
                 == SplitKinds(bool(widths.keyed), states=True)
             )
-        asked: list[dict[str, Any]] = [{"requested": "all_to_all"}, {"separate": True}]
-        for refused in [*([{}] if widths.always else []), *asked]:
+        requested: list[dict[str, Any]] = [{"requested": "all_to_all"}, {"separate": True}]
+        for refused in [*([{}] if widths.always else []), *requested]:
             with pytest.raises(
                 ValueError,
                 match="context_parallel_size=3 x tensor_model_parallel_size=2 does not divide",
@@ -229,14 +229,14 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
 
     group = parallel_state.get_tensor_model_parallel_group()
     parallel = TensorParallel(group, sequence_parallel=sequence_parallel, dtype=torch.float64)
-    whole, split = block_of(name), Block(shape_of(name), parallel)
+    full, split = block_of(name), Block(shape_of(name), parallel)
     with torch.no_grad():
         for (_, ours), (_, theirs) in zip(
-            split.named_parameters(), whole.named_parameters(), strict=True
+            split.named_parameters(), full.named_parameters(), strict=True
         ):
             ours.copy_(part(theirs, ours, parallel))
     x, weight = tokens(name, 12), tokens(name, 12).flip(0)
-    wanted, wanted_x = run(whole, x, weight, is_causal(name))
+    wanted, wanted_x = run(full, x, weight, is_causal(name))
     mine = slice(6 * parallel.rank, 6 * parallel.rank + 6) if sequence_parallel else slice(None)
     kept = list[torch.Size]()
 
@@ -258,7 +258,7 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
             split, y, x_grad, x[mine], weight[mine], is_causal(name)
         )
     for (key, ours), (_, theirs) in zip(
-        split.named_parameters(), whole.named_parameters(), strict=True
+        split.named_parameters(), full.named_parameters(), strict=True
     ):
         gradient = gradient_of(ours)
         if ours.sequence_parallel:  # type: ignore[attr-defined]
@@ -277,8 +277,8 @@ def other_bits(
     from fem_megatron.megatron.tensor_parallel import TensorParallel
 
     def kept_whole(self: Any, x: Tensor, linear: Any, others: Any) -> tuple[list[Tensor], Tensor]:
-        whole = self.enter(x)
-        return others(whole), linear(whole)
+        full = self.enter(x)
+        return others(full), linear(full)
 
     made = [gradient_of(each).clone() for each in block.parameters()]
     block.zero_grad()
@@ -300,12 +300,12 @@ def compare_cut(
     channels.
     """
     cut, shape = cut_of(name, kind)
-    whole, split = filled(shape), filled(shape)
+    full, split = filled(shape), filled(shape)
     if beta is not None:
-        for block in (whole, split):
+        for block in (full, split):
             torch.nn.init.constant_(block.mixer.beta, beta)
     x, weight = tokens(name, length), tokens(name, length).flip(0)
-    wanted, wanted_x = run(whole, x, weight, is_causal(name))
+    wanted, wanted_x = run(full, x, weight, is_causal(name))
     with sent_by_this_rank() as sent:
         mine, y, x_grad = run_cut(split, cut, x, weight, is_causal(name))
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
@@ -316,7 +316,7 @@ def compare_cut(
         ).sent(training)
         errors["bytes"] = abs(report * shape.recurrence / sum(sent) - 1)
     for (key, ours), (_, theirs) in zip(
-        split.named_parameters(), whole.named_parameters(), strict=True
+        split.named_parameters(), full.named_parameters(), strict=True
     ):
         gradient = gradient_of(ours)
         torch.distributed.all_reduce(gradient)
@@ -324,7 +324,7 @@ def compare_cut(
     # A needle test: another first token changes the outputs of all later tokens, on every rank, in
     # the same way.
     other = torch.cat((x[:1] + 1, x[1:]))
-    far, _ = run(whole, other, weight, is_causal(name))
+    far, _ = run(full, other, weight, is_causal(name))
     _, found, _ = run_cut(split, cut, other, weight, is_causal(name))
     errors["needle"] = ((found - y) - (far - wanted)[mine]).abs().max().item()
     return errors
@@ -338,15 +338,15 @@ def compare_late(name: str, kind: str) -> dict[str, float]:
     again.
     """
     cut, shape = cut_of(name, kind)
-    whole, split = filled(shape), filled(shape)
+    full, split = filled(shape), filled(shape)
     split.mixer.prior.ranges[0, True] = ranges = Ranges(late=True)
     x, weight, errors = tokens(name, 12), tokens(name, 12).flip(0), {}
     for n, (beta, exact) in enumerate(
         [(1.0, False), (1.0, False), (200.0, False), (200.0, True), (1.0, True), (1.0, False)]
     ):
-        for block in (whole, split):
+        for block in (full, split):
             torch.nn.init.constant_(block.mixer.beta, beta)
-        wanted, wanted_x = run(whole, x, weight, causal=True)
+        wanted, wanted_x = run(full, x, weight, causal=True)
         mine, y, x_grad = run_cut(split, cut, x, weight, causal=True)
         assert bool(ranges.forms()[-1]) is exact
         jumped = 0.0 if y.isfinite().all() and x_grad.isfinite().all() else math.inf
@@ -384,9 +384,9 @@ def sent_by_this_rank() -> Iterator[list[int]]:
         sent.append(parts.nbytes - parts.nbytes // len(parts))
         exchange(made, parts, **given)
 
-    def gathered(whole: Tensor, own: Tensor, **given: Any) -> None:
-        sent.append(whole.nbytes - own.nbytes)
-        gather(whole, own, **given)
+    def gathered(full: Tensor, own: Tensor, **given: Any) -> None:
+        sent.append(full.nbytes - own.nbytes)
+        gather(full, own, **given)
 
     def moved(moves: list[Any]) -> list[Any]:
         sent.append(sum(move.tensor.nbytes for move in moves if move.op is torch.distributed.isend))
@@ -416,11 +416,11 @@ def cut_of(name: str, kind: str, **changes: Any) -> tuple[SequenceSplit, BlockSh
 
     ranks = ContextParallel(parallel_state.get_tensor_model_parallel_group())
     shape = fused(name, **changes) if kind in ("states", "ring") else shape_of(name)
-    asked = None if kind == "states" else kind
+    requested = None if kind == "states" else kind
     return SequenceSplit(
         ranks,
         *split_kinds(
-            shape.mixer, tensor=1, context=ranks.size, requested=asked, causal=is_causal(name)
+            shape.mixer, tensor=1, context=ranks.size, requested=requested, causal=is_causal(name)
         ),
     ), shape
 
@@ -457,9 +457,9 @@ def gradient_of(weight: Tensor) -> Tensor:
     return torch.zeros_like(weight) if weight.grad is None else weight.grad
 
 
-def part(whole: Tensor, like: Tensor, parallel: Any) -> Tensor:
+def part(full: Tensor, like: Tensor, parallel: Any) -> Tensor:
     split = like.spec.split  # type: ignore[attr-defined]
-    return whole if split is None else whole.chunk(parallel.size, split)[parallel.rank]
+    return full if split is None else full.chunk(parallel.size, split)[parallel.rank]
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:

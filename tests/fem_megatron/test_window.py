@@ -15,7 +15,7 @@ from torch import Tensor
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.layer import windowed_attention
 from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
-from fem_megatron.state import Context, Room, State
+from fem_megatron.state import Capacity, Context, State
 from pretrain.config import RunConfig
 from pretrain.plan.run_plan import make_plan
 from tests.fem_megatron.test_catalogue import SWITCHED, block_of
@@ -73,7 +73,7 @@ def test_equals_the_loop_with_all_gradients(
 
 
 @pytest.mark.parametrize("places", [4, 40])
-def test_a_state_with_a_fixed_room(places: int) -> None:
+def test_a_state_with_a_fixed_capacity(places: int) -> None:
     """Simulates compiled decoding: 40 positions, of which the first are used; also fewer positions
     than the window.
     """
@@ -82,16 +82,16 @@ def test_a_state_with_a_fixed_room(places: int) -> None:
         torch.randn(places, 2, 32, generator=torch.Generator().manual_seed(3)),
     )
     state: State = {}
-    room, outputs, past = Room(places, torch.zeros((), dtype=torch.int64)), [], 0
+    capacity, outputs, past = Capacity(places, torch.zeros((), dtype=torch.int64)), [], 0
     with torch.no_grad():
         for piece in x.split([2, 1, 1] if places == 4 else [7, 1, 1, 9, *[1] * 22]):
             length = len(piece)
-            valid = room.valid(None, 2, length, x.device) if state else None
+            valid = capacity.valid(None, 2, length, x.device) if state else None
             positions = torch.arange(past, past + length)
             outputs.append(
-                block(piece, Context(positions, valid, state=state, past=past, room=room))
+                block(piece, Context(positions, valid, state=state, past=past, capacity=capacity))
             )
-            room.taken.add_(length)
+            capacity.taken.add_(length)
             past += length
         wanted = block(x, Context())
     torch.testing.assert_close(torch.cat(outputs), wanted, rtol=1e-5, atol=1e-5)

@@ -316,8 +316,8 @@ def test_parts_with_a_past_equal_the_whole(form: Form, implementation: str) -> N
         if implementation == "triton" and dtype == torch.float64:
             continue
         x = form.inputs(dtype)
-        whole, last = form.run(x, implementation)
-        state, count = x.get(form.rows.state), whole.shape[form.axis]
+        full, last = form.run(x, implementation)
+        state, count = x.get(form.rows.state), full.shape[form.axis]
         for sizes in (
             (count // 3, 1, count - count // 3 - 1),
             *(((1,) * count,) if implementation == "reference" else ()),
@@ -334,9 +334,9 @@ def test_parts_with_a_past_equal_the_whole(form: Form, implementation: str) -> N
                 )
                 made.append(o)
                 start += size
-            scale = float(whole.abs().max())
+            scale = float(full.abs().max())
             torch.testing.assert_close(
-                torch.cat(made, form.axis), whole, rtol=rounding, atol=rounding * scale
+                torch.cat(made, form.axis), full, rtol=rounding, atol=rounding * scale
             )
             if last is not None and past is not None:
                 assert past.dtype == last.dtype and (

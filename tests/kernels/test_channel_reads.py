@@ -172,7 +172,7 @@ def test_padding_alone_leaves_a_state_as_it_is(op: str, implementation: str) -> 
 
 
 @pytest.mark.parametrize("op", READS)
-def test_gradients_beside_a_state(op: str) -> None:
+def test_gradients_next_to_a_state(op: str) -> None:
     x, (read, _) = drawn(op, tokens=16), READS[op]
     earlier, later = (
         {name: t[:, :, part] if t.dim() == 4 else t for name, t in x.items()}

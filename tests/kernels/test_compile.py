@@ -51,9 +51,9 @@ def test_an_operation_is_one_graph(op: str) -> None:
     """
     suite = SUITES[op]
     x = suite.cases[next(iter(suite.cases))](suite.small)
-    whole = torch.compile(lambda x: suite.call(x, "auto"), fullgraph=True, backend="eager")
+    full = torch.compile(lambda x: suite.call(x, "auto"), fullgraph=True, backend="eager")
     plain = results(lambda x: suite.call(x, "auto"), x, torch.float32, "cpu")
-    for name, got in results(whole, x, torch.float32, "cpu").items():
+    for name, got in results(full, x, torch.float32, "cpu").items():
         # float32 rounding of sums in another order
         assert relative(got, plain[name]) <= 1e-6, name
 

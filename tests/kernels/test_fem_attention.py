@@ -178,7 +178,7 @@ def test_an_output_moves_by_rounding_at_most_when_later_tokens_change(implementa
 
 
 @pytest.mark.parametrize("implementation", ["auto", "fused"])
-def test_beyond_its_range_the_reference_runs_and_it_is_said_once(
+def test_beyond_its_range_the_reference_runs_and_it_is_reported_once(
     implementation: str, messages: pytest.LogCaptureFixture
 ) -> None:
     x = inputs(uniform=50.0)
@@ -368,19 +368,19 @@ def test_calls_without_gradients_and_gradients_of_some_inputs_give_the_same_bits
     engine: str,
 ) -> None:
     x = inputs()
-    whole = gradients(x, implementation=engine)
+    full = gradients(x, implementation=engine)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            assert torch.equal(fem_attention(**x, implementation=engine), whole["o"])
-    for asked in (("v",), ("q", "beta", "gate")):
-        given = {name: t if name in asked else t.detach() for name, t in x.items()}
+            assert torch.equal(fem_attention(**x, implementation=engine), full["o"])
+    for requested in (("v",), ("q", "beta", "gate")):
+        given = {name: t if name in requested else t.detach() for name, t in x.items()}
         assert all(
-            torch.equal(got, whole[name])
+            torch.equal(got, full[name])
             for name, got in gradients(given, implementation=engine).items()
         )
 
 
-def test_float32_gates_beside_bfloat16() -> None:
+def test_float32_gates_next_to_bfloat16() -> None:
     x = inputs(torch.bfloat16)
     mixed = {
         name: t.detach().float().requires_grad_() if name in ("beta", "lam", "gate") else t
@@ -451,8 +451,8 @@ def test_what_is_saved_goes_through_the_hooks_and_nothing_else_is_held() -> None
     gc.collect()
     assert [name for name, array in held.items() if array() is not None] == []
     (gradient,) = torch.autograd.grad(total(o), anchor, retain_graph=True)
-    whole = gradients(inputs(), implementation="sdpa")
-    expected = sum((g.sum() for name, g in whole.items() if name != "o"), torch.zeros(()))
+    full = gradients(inputs(), implementation="sdpa")
+    expected = sum((g.sum() for name, g in full.items() if name != "o"), torch.zeros(()))
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)  # float32 sums
     with pytest.raises(
         RuntimeError, match="fem_attention: a second backward through the same call"
@@ -468,7 +468,9 @@ def test_the_host_waits_for_nothing(engine: str) -> None:
     assert waits.seen > 20 and waits.found == []
 
 
-def test_the_largest_range_is_told_once_by_a_later_call(messages: pytest.LogCaptureFixture) -> None:
+def test_the_largest_range_is_reported_once_by_a_later_call(
+    messages: pytest.LogCaptureFixture,
+) -> None:
     accelerated.watch.cache_clear()
     calm, wild = inputs(), inputs()
     with torch.no_grad():

@@ -69,17 +69,17 @@ def test_why_an_engine_does_not_take_a_call(
 
 
 def test_cudnn_is_not_given_ragged_or_changing_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudnn, whole = (
+    cudnn, full = (
         replace(ENGINES["cudnn"], fits=lambda call, widths: True),
         replace(CALL, tq=256, tk=256),
     )
-    assert cudnn.unfit(whole) is None
+    assert cudnn.unfit(full) is None
     for trains in (True, False):
         assert (
-            cudnn.unfit(replace(whole, tk=200, trains=trains))
+            cudnn.unfit(replace(full, tk=200, trains=trains))
             == "lengths that are no multiples of 128"
         )
-    assert "change from call to call" in str(cudnn.unfit(replace(whole, cudnn=False)))
+    assert "change from call to call" in str(cudnn.unfit(replace(full, cudnn=False)))
     calls: list[bool] = []
     monkeypatch.setitem(
         ENGINES, "cudnn", replace(cudnn, refuses=lambda call: calls.append(call.cudnn))
@@ -193,7 +193,7 @@ def reading_of(made: dict[str, Any]) -> tuple[Reading, int, Tensor]:
 
 
 @pytest.mark.parametrize("kind", READINGS)
-def test_torchs_attention_reads_what_is_asked(kind: str) -> None:
+def test_torchs_attention_reads_what_is_requested(kind: str) -> None:
     reading, tq, mask = reading_of(READINGS[kind])
     made = readable_keys(
         tq,

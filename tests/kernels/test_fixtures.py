@@ -45,11 +45,11 @@ def softmax_read(how: str) -> Callable[..., list[Tensor]]:
             lambda start, stop: scores[:, :, start:stop] + 7.0,
         )
         weights = scores[0].log_softmax(-1)
-        asked: Any = {
+        requested: Any = {
             "log_read": lambda heads, x: (weights[heads, :, :, None] + x[:, None]).logsumexp(2),
             "exact": how == "exact" or None,
         }
-        return free_energy_read(v, beta, lam, gate, *known, **asked)
+        return free_energy_read(v, beta, lam, gate, *known, **requested)
 
     def call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
         q, k, v, lam, g = (t[None, None] for t in (q, k, v, lam, g))

@@ -119,7 +119,7 @@ def test_the_laws_of_the_read(name: str) -> None:
 
 
 @every_decay
-def test_beyond_the_range_the_exact_form_runs_and_says_so_once(
+def test_beyond_the_range_the_exact_form_runs_and_reports_it_once(
     case: str, messages: pytest.LogCaptureFixture
 ) -> None:
     x = {name: t.float().double() for name, t in inputs(case, tokens=64, value_range=400.0).items()}
@@ -310,7 +310,7 @@ BELOW, BETWEEN, BEYOND = 63.9, 64.1, 80.1
 
 
 @pytest.mark.parametrize("how", ["reference", "triton"])
-def test_a_call_takes_the_form_that_the_range_before_it_asked_for(
+def test_a_call_takes_the_form_that_the_range_before_it_requested(
     how: str, messages: pytest.LogCaptureFixture
 ) -> None:
     given = [BELOW, BETWEEN, BEYOND, BELOW, BELOW, BEYOND, BELOW]
@@ -329,7 +329,7 @@ def test_a_call_takes_the_form_that_the_range_before_it_asked_for(
     )
 
 
-def test_a_call_has_room_for_the_heads_that_passed_in_the_last(
+def test_a_call_has_space_for_the_heads_that_passed_in_the_last(
     messages: pytest.LogCaptureFixture,
 ) -> None:
     """A call reserves the exact form for as many heads as exceeded the range in the previous call.
@@ -377,7 +377,7 @@ def test_the_fast_form_has_the_exact_one_s_gradients_up_to_the_range(value_range
 
 
 @pytest.mark.parametrize("value_range", [81.0, 200.0, 3000.0])
-def test_the_fast_form_beyond_its_range_is_finite_and_loses_only_what_lies_far_under_the_greatest(
+def test_the_fast_form_beyond_its_range_is_finite_and_loses_only_what_is_far_below_the_greatest(
     value_range: float,
 ) -> None:
     x, wide = of_range(value_range), of_range(value_range, torch.float64)

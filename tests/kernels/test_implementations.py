@@ -61,7 +61,7 @@ def test_falling_back_to_the_definition_on_a_gpu_is_a_warning_with_the_reason_on
     assert record.getMessage() == "sum: reference runs (fast does not: head width 300 is over 256)"
 
 
-def test_what_is_asked_for_runs_or_says_why_not(messages: pytest.LogCaptureFixture) -> None:
+def test_what_is_requested_runs_or_reports_why_not(messages: pytest.LogCaptureFixture) -> None:
     assert op().choose("odd", CPU) == "odd"
     with pytest.raises(ValueError, match="sum: implementation 'fast' cannot run: no GPU; use auto"):
         op().choose("fast", CPU)
@@ -204,7 +204,7 @@ LEFT: list[tuple[str, str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("op", "case", "reason", "change"), LEFT)
-def test_what_triton_leaves_to_others_says_why_and_runs(
+def test_what_triton_leaves_to_other_implementations_reports_why_and_runs(
     op: str, case: str, reason: str, change: Any
 ) -> None:
     suite = suites()[op]

@@ -174,7 +174,7 @@ def test_the_rows_alone_or_the_state_alone_are_differentiated(which: int) -> Non
         )
 
 
-def test_one_key_for_all_heads_and_decays_in_float32_beside_bfloat16() -> None:
+def test_one_key_for_all_heads_and_decays_in_float32_next_to_bfloat16() -> None:
     x = inputs(18, "a decay a head", heads=2)
     shared = x["k"][:, :1]
     spread, copied = (

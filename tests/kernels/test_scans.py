@@ -115,7 +115,7 @@ def test_the_features_weight_may_have_another_type() -> None:
 # --- RoPE -----------------------------------------------------------------------------------------
 
 
-def test_the_rotation_keeps_its_angles_alone_and_takes_gradients_as_they_lie() -> None:
+def test_the_rotation_keeps_its_angles_alone_and_takes_gradients_in_their_layout() -> None:
     """The rotation saves only its angles and accepts gradients of any layout.
 
     Attention's gradients are permuted or expanded, and k may have none.
@@ -148,7 +148,7 @@ def test_the_rotation_keeps_its_angles_alone_and_takes_gradients_as_they_lie() -
 # --- FEM's projection -----------------------------------------------------------------------------
 
 
-def test_the_projection_keeps_its_arguments_alone_and_takes_gradients_as_they_lie() -> None:
+def test_the_projection_keeps_its_arguments_alone_and_takes_gradients_in_their_layout() -> None:
     """The projection saves only its arguments and accepts gradients of any layout.
 
     The read has heads first, so that its gradients are permuted, expanded, or strided. Some outputs

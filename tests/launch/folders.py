@@ -70,7 +70,7 @@ def make_job(directory: Path, scheduler: str = "slurm", items: int = 1, kind: st
     return job
 
 
-def says(job: Job, state: str, index: int = 0, **values: Any) -> None:
+def write_state(job: Job, state: str, index: int = 0, **values: Any) -> None:
     """Write a supervisor's state.json for this process and the current time."""
     known = {
         "format": 1,

@@ -26,13 +26,13 @@ class Run:
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self.directory, self.attempt = directory, attempt
-        self.asked: list[int] = []
+        self.signals: list[int] = []
         steps = [
             int(path.name.removeprefix("step_")) for path in directory.glob("checkpoints/step_*")
         ]
         self.step = max(steps, default=0)
 
-    def tell(self, state: str, message: str | None = None) -> None:
+    def report(self, state: str, message: str | None = None) -> None:
         """Write progress.json."""
         words = {
             "state": state,
@@ -50,16 +50,16 @@ class Run:
         """Write a checkpoint."""
         (self.directory / "checkpoints" / f"step_{self.step:08}").mkdir(parents=True, exist_ok=True)
 
-    def stop_if_asked(self, code: int = 0) -> None:
+    def stop_if_signalled(self, code: int = 0) -> None:
         """Save, report and exit if a signal arrived."""
-        if self.asked:
+        if self.signals:
             self.save()
-            self.tell("stopped")
+            self.report("stopped")
             sys.exit(code)
 
     def train(self, to: int, checkpoints: list[int]) -> None:
         """Run steps with one line of metrics each."""
-        self.tell("running")
+        self.report("running")
         while self.step < to:
             time.sleep(STEP_SECONDS)
             self.step += 1
@@ -67,18 +67,18 @@ class Run:
                 file.write(json.dumps({"step": self.step, "loss": 1 / self.step}) + "\n")
             if self.step in checkpoints:
                 self.save()
-            self.stop_if_asked()
+            self.stop_if_signalled()
 
     def end(self, how: str) -> int:
         """End or wait as ``how`` defines."""
         what, _, detail = how.partition(" ")
         if what == "complete":
-            self.tell("complete")
+            self.report("complete")
             return 0
         if what == "signal":
             os.kill(os.getpid(), int(detail))
         if what == "raise":
-            self.tell("failed", detail)
+            self.report("failed", detail)
             raise RuntimeError(detail)
         if what == "deaf":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -88,7 +88,7 @@ class Run:
         while what in ("hang", "wait", "deaf", "held"):
             time.sleep(0.02)
             if what == "wait" or (what == "held" and (self.directory / "go").exists()):
-                self.stop_if_asked(int(detail or 0))
+                self.stop_if_signalled(int(detail or 0))
         if detail == "2":
             print("stand_in: error: no such setting", file=sys.stderr)
         return int(detail)
@@ -98,7 +98,7 @@ def main() -> int:
     """Run one attempt."""
     run = Run(Path(sys.argv[1]), int(Path(os.environ["LAUNCH_ATTEMPT"]).name))
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda number, _: run.asked.append(number))
+        signal.signal(number, lambda number, _: run.signals.append(number))
     script = json.loads((run.directory / "script.json").read_text())
     act = script[min(run.attempt, len(script)) - 1]
     print(

@@ -27,19 +27,19 @@ from tests.launch.hostile import program
 from tests.wording import Wording
 
 LOCAL = "scheduler: local\nnodes: {gpus: 0, processes: 2}\nenvironment: {GLOO_SOCKET_IFNAME: lo}\n"
-Said = dict[str, list[tuple[str, str]]]
-Examine = Callable[..., tuple[int, Said]]
+Findings = dict[str, list[tuple[str, str]]]
+Examine = Callable[..., tuple[int, Findings]]
 
 
 def examined(
     folder: Path, capsys: pytest.CaptureFixture[str], text: str, *options: str
-) -> tuple[int, Said]:
+) -> tuple[int, Findings]:
     """Run `doctor` with a profile's text and options; return the exit code, and name -> (level,
     text).
     """
     (folder / "profile.yaml").write_text(text, encoding="utf-8")
     words = [f"--cluster={folder / 'profile.yaml'}", f"--directory={folder / 'trials'}"]
-    code, output = main(["doctor", *words, *options]), Said()
+    code, output = main(["doctor", *words, *options]), Findings()
     for line in capsys.readouterr().out.splitlines():
         if line.startswith(("ok ", "warning ", "FAILED ")):
             output.setdefault(line[9:23].strip(), []).append((line[:8].strip(), line[24:]))
@@ -78,7 +78,7 @@ def test_all_is_well_here_and_the_trial_leaves_nothing(examine: Examine, tmp_pat
     assert list((tmp_path / "trials").iterdir()) == list(shared.iterdir()) == []
 
 
-def test_an_unfit_machine_is_said_in_the_words_of_its_fault_and_the_trial_is_kept(
+def test_an_unfit_machine_is_reported_in_the_words_of_its_fault_and_the_trial_is_kept(
     examine: Examine, tmp_path: Path
 ) -> None:
     code, output = examine(f"{LOCAL}health: {{free_memory_gb: 1e6}}\n")
@@ -299,8 +299,8 @@ yes Features=[slow|odd]
 
 def test_a_node_fits_a_job_by_all_that_the_job_asks_of_it() -> None:
     for line in FITS.splitlines():
-        fits, _, asked = line.partition(" ")
-        assert NODE.fits(JOB | fields(asked)) == (fits == "yes"), line
+        fits, _, requested = line.partition(" ")
+        assert NODE.fits(JOB | fields(requested)) == (fits == "yes"), line
 
 
 def test_clocks_that_differ_are_named() -> None:

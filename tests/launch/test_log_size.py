@@ -52,7 +52,7 @@ def kept(path: Path) -> list[int]:
     return numbers(Source(path, "a").lines())
 
 
-def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
+def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five seeds with about 10 replacements each. One follower reads after every write, one
@@ -136,10 +136,10 @@ def test_a_reader_that_stopped_anywhere_continues_there_after_a_replacement(
     scribe, source = scribe_of(path), Source(path, "a")
     for number in range(20):  # 40 bytes per line: the next line exceeds the limit
         scribe.feed(b"line %019d\n" % number)
-    whole = path.read_bytes()
+    full = path.read_bytes()
     readers = list[tuple[int, Tail]]()
-    for size in range(len(whole) + 1):
-        path.write_bytes(whole[:size])
+    for size in range(len(full) + 1):
+        path.write_bytes(full[:size])
         readers.append((size // 40, Tail(source)))
         assert numbers(readers[-1][1].read()) == list(range(size // 40))
     for count, block in itertools.product((1, 10, 19, 20), (1, 39, 1000)):

@@ -38,11 +38,11 @@ def run(
     return report
 
 
-Look = Callable[[Mapping[str, Sequence[object]]], checks.Report]
+CheckGpus = Callable[[Mapping[str, Sequence[object]]], checks.Report]
 
 
 @pytest.fixture
-def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
+def run_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckGpus:
     """Check eight GPUs within this process, with these responses of nvidia-smi."""
 
     def check(answers: Mapping[str, Sequence[object]]) -> checks.Report:
@@ -62,7 +62,7 @@ def within(
     monkeypatch.setattr(checks, "SHARE", 1.0)
     monkeypatch.setattr(checks, "OF_GPUS", seconds / 60)
     profile = {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 60}}
-    return checks.look(json.loads(check_command(profile, "", **options)[-1]))
+    return checks.run_checks(json.loads(check_command(profile, "", **options)[-1]))
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -90,12 +90,14 @@ FAULTS = {
 }
 
 
-def test_each_thing_that_is_wrong_with_a_gpu_is_one_fault_that_names_it(look: Look) -> None:
+def test_each_thing_that_is_wrong_with_a_gpu_is_one_fault_that_names_it(
+    run_checks: CheckGpus,
+) -> None:
     for (gpu, name, value), fault in FAULTS.items():
-        found = look(smi.Node(changed={(gpu, name): value}).answers())
+        found = run_checks(smi.Node(changed={(gpu, name): value}).answers())
         assert len(found.faults) == 1 and fault in found.faults[0]
         assert found.faults[0].startswith(f"GPU {gpu} (00000000:{smi.BUSES[gpu]}:00.0): ")
-    found = look(
+    found = run_checks(
         smi.Node(changed={(1, "clocks_event_reasons.sw_thermal_slowdown"): "Active"}).answers()
     )
     # The driver manages the heat itself.
@@ -103,8 +105,10 @@ def test_each_thing_that_is_wrong_with_a_gpu_is_one_fault_that_names_it(look: Lo
     names = [*hardware.CORE[5:], *hardware.ROWS[1:], "gpu_recovery_action", "fabric.state"]
     for value in ("[N/A]", "N/A", "[Not Supported]", "Not Supported"):
         changed = {(gpu, name): value for gpu in range(8) for name in names}
-        assert look(smi.Node(changed=changed).answers()).faults == []
-    assert look(smi.Node(count=7).answers()).faults == ["7 GPUs are visible, the profile says 8"]
+        assert run_checks(smi.Node(changed=changed).answers()).faults == []
+    assert run_checks(smi.Node(count=7).answers()).faults == [
+        "7 GPUs are visible, the profile says 8"
+    ]
 
 
 NO_DRIVER = """\
@@ -121,7 +125,7 @@ LOST = (
 )
 
 
-def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(look: Look) -> None:
+def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(run_checks: CheckGpus) -> None:
     for answer, output in (
         ([9, NO_DRIVER], "couldn't communicate with the NVIDIA driver"),
         ([18, MISMATCH], "Driver/library version mismatch"),
@@ -129,7 +133,7 @@ def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(look: Look) -> Non
         ([6, "No devices were found\n"], "0 GPUs are visible, the profile says 8"),
         ([139, ""], "nvidia-smi failed with exit code 139"),
     ):
-        found = look({**smi.Node().answers(), smi.CORE: answer})
+        found = run_checks({**smi.Node().answers(), smi.CORE: answer})
         assert any(output in fault for fault in found.faults)
 
 
@@ -165,7 +169,7 @@ def test_an_nvidia_smi_that_hangs_is_named_and_ended_with_its_children(
     wait_for(lambda: not alive(int(answer.output)))
 
 
-def test_cuda_visible_devices_says_which_gpus_count() -> None:
+def test_cuda_visible_devices_states_which_gpus_count() -> None:
     node, rng = smi.Node(), random.Random(0)
     all_gpus = [
         hardware._gpu([node.value(gpu, name) for name in hardware.CORE]) for gpu in range(8)
@@ -181,14 +185,14 @@ def test_cuda_visible_devices_says_which_gpus_count() -> None:
 
 
 def test_memory_of_a_stranger_is_a_fault_that_names_him_unless_it_is_released(
-    look: Look, monkeypatch: pytest.MonkeyPatch
+    run_checks: CheckGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = smi.Node(changed={(2, "memory.used"): "71004"})
     before, after = node.answers()[smi.CORE], smi.Node().answers()[smi.CORE]
-    assert look({**smi.Node().answers(), smi.CORE: [0, before[1], after[1]]}).faults == []
+    assert run_checks({**smi.Node().answers(), smi.CORE: [0, before[1], after[1]]}).faults == []
     monkeypatch.setattr(checks, "RELEASE_SECONDS", 0.0)
     users = f"{node.value(2, 'uuid')}, 4711, /usr/bin/python3, 70996\n"
-    found = look({**node.answers(), smi.USERS: [0, users]})
+    found = run_checks({**node.answers(), smi.USERS: [0, users]})
     assert found.faults == [
         "GPU 2 (00000000:3A:00.0): 71004 MiB in use by pid 4711 (/usr/bin/python3, 70996 MiB)"
     ]
@@ -309,7 +313,7 @@ def test_folders_that_cannot_be_written_or_are_full_are_faults_and_nothing_is_le
     assert [fault.split(":")[0] for fault in report.faults] == ["/tmp", str(good)]
 
 
-def test_network_ports_that_are_down_are_told(tmp_path: Path) -> None:
+def test_network_ports_that_are_down_are_reported(tmp_path: Path) -> None:
     for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
         port = tmp_path / name / "ports" / "1"
         port.mkdir(parents=True)
@@ -319,16 +323,16 @@ def test_network_ports_that_are_down_are_told(tmp_path: Path) -> None:
 
 def test_a_node_without_a_whole_report_has_that_as_its_fault(tmp_path: Path) -> None:
     run(tmp_path, dict(os.environ), {})
-    whole = (tmp_path / "health" / f"{node_name()}.json").read_text()
+    full = (tmp_path / "health" / f"{node_name()}.json").read_text()
     rng, folder = random.Random(1), tmp_path / "reports"
     folder.mkdir()
-    texts = [whole[: rng.randrange(len(whole) - 2)] for _ in range(40)]
+    texts = [full[: rng.randrange(len(full) - 2)] for _ in range(40)]
     texts += [
         "[]",
         "null",
         '{"node": 1}',
-        whole.replace('"faults": []', '"faults": 3'),
-        whole.replace('"time": ', '"time": "x'),
+        full.replace('"faults": []', '"faults": 3'),
+        full.replace('"time": ', '"time": "x'),
     ]
     for number, text in enumerate(texts):
         (folder / f"n{number}.json").write_text(text)
@@ -343,5 +347,5 @@ def test_a_node_without_a_whole_report_has_that_as_its_fault(tmp_path: Path) -> 
         "did not answer the health check: bash: line 1: /venv/bin/python: No such file or directory"
     ]
     assert "it hangs" in reports["silent"].faults[0]
-    (folder / "good.json").write_text(whole)
+    (folder / "good.json").write_text(full)
     assert read_reports(folder, ["good"])["good"].ok

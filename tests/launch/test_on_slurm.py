@@ -33,7 +33,7 @@ from launch.supervise.on_slurm import SlurmPlace, SlurmRunning, container_parts
 from launch.supervise.place import Attempt, PlaceError, Unreachable, address, agent_command
 from launch.supervise.watch import Signals
 from launch.verbs.status import Queue, Row, rows_of
-from tests.launch.folders import make_job, says
+from tests.launch.folders import make_job, write_state
 from tests.launch.hostile import program
 from tests.launch.supervised import wait_for
 from tests.wording import Wording
@@ -161,7 +161,7 @@ COMPLETING None             2 0:0  requeued by someone else
 """
 
 
-def test_the_guard_tells_a_kill_from_other_ends_and_waits_for_it(tmp_path: Path) -> None:
+def test_the_guard_distinguishes_a_kill_from_other_ends_and_waits_for_it(tmp_path: Path) -> None:
     for line in KILLED.splitlines():
         *words, why = line.split(maxsplit=4)
         fields = dict(zip(("JobState", "Reason", "Restarts", "ExitCode"), words, strict=True))
@@ -231,9 +231,7 @@ def here(folder: Path, **profile: Any) -> Attempt:
     return Attempt(1, folder, job, item, ("n1", "n2"), dict(os.environ))
 
 
-def test_ranks_are_asked_for_stacks_while_they_are_still_being_told_to_save(
-    commands: Commands, tmp_path: Path
-) -> None:
+def test_ranks_dump_stacks_while_they_still_save(commands: Commands, tmp_path: Path) -> None:
     commands.put("srun", "sleep 5")
     with subprocess.Popen(["sleep", "600"]) as process:
         running = SlurmRunning(process, "7", "launch-1", here(tmp_path))
@@ -312,7 +310,7 @@ def answers(commands: Commands, nodes: str | None) -> None:
         (None, ["n0", "n1"], False, "n0,n1"),
     ],
 )
-def test_an_exclusion_that_cannot_be_is_not_asked_for(
+def test_an_exclusion_that_cannot_be_is_not_requested(
     commands: Commands, listed: str | None, exclude: list[str], enough: bool, left: str
 ) -> None:
     """Four nodes fit, one lacks the feature, one has another GPU, and two are needed; the profile
@@ -351,15 +349,15 @@ def test_nodes_enough_are_of_one_partition_and_of_the_reservation_and_named_ones
         ("ReqNodeList=n0,n1", "n2", True),
         ("ReqNodeList=n0,n1", "n1", False),
     ):
-        asked = job | slurm.fields(more)
-        assert slurm.enough_nodes(nodes, asked, exclude.split()) == enough, (more, exclude)
+        requested = job | slurm.fields(more)
+        assert slurm.enough_nodes(nodes, requested, exclude.split()) == enough, (more, exclude)
     report = slurm.fields(
         "JobId=7 Restarts=1 Partition=main Comment=as Restarts=9 in Partition=x StdIn=/dev/null"
     )
     assert (report["Restarts"], report["Partition"], report["StdIn"]) == ("1", "main", "/dev/null")
 
 
-def test_hidden_partitions_are_asked_for(commands: Commands, tmp_path: Path) -> None:
+def test_hidden_partitions_are_requested(commands: Commands, tmp_path: Path) -> None:
     """Otherwise Slurm lists neither steps nor jobs in them: a hang would not be ended, and a run
     would be submitted twice.
     """
@@ -394,7 +392,7 @@ def test_a_row_that_is_no_row_is_skipped(commands: Commands) -> None:
     assert slurm.queue(["7"]) == {"7": slurm.QueueState("FAILED", nodes="n1")}  # Slurm before 21.08
 
 
-def stands(job: Job, state: slurm.QueueState) -> Row:
+def row_of(job: Job, state: slurm.QueueState) -> Row:
     """Return the job's row for Slurm's state of job 12."""
     (row,) = rows_of(job, Queue({"12": state}), time.time())
     return row
@@ -406,10 +404,10 @@ def test_a_job_id_that_slurm_uses_again_is_another_job(commands: Commands, tmp_p
     """
     job = make_job(tmp_path / "a run")
     script = job.launch / "job.sh"
-    says(job, "running", job_id="12", pid=4711, host="n1")
+    write_state(job, "running", job_id="12", pid=4711, host="n1")
     for command in (str(script), f"sbatch --parsable '{script}'", ""):  # "": unknown
-        assert stands(job, slurm.QueueState("RUNNING", command=command)).state == "running"
-    assert stands(job, slurm.QueueState("RUNNING", command="/else/launch/job.sh")).state == "lost"
+        assert row_of(job, slurm.QueueState("RUNNING", command=command)).state == "running"
+    assert row_of(job, slurm.QueueState("RUNNING", command="/else/launch/job.sh")).state == "lost"
     commands.put("squeue", "echo '12|RUNNING|None|n1|/else/launch/job.sh'")
     assert [standing.kind for standing in standings(job)] == ["idle"]
     commands.put(
@@ -424,10 +422,10 @@ def test_a_job_id_that_slurm_uses_again_is_another_job(commands: Commands, tmp_p
         assert [standing.kind for standing in standings(job)] == [kind]
 
 
-def test_a_job_that_cannot_start_says_so(tmp_path: Path, wording: Wording) -> None:
+def test_a_job_that_cannot_start_reports_it(tmp_path: Path, wording: Wording) -> None:
     job = make_job(tmp_path / "demo")
-    says(job, "requeued", message="two failures on node1", job_id="12")
-    row = stands(job, slurm.QueueState("PENDING", "BadConstraints"))
+    write_state(job, "requeued", message="two failures on node1", job_id="12")
+    row = row_of(job, slurm.QueueState("PENDING", "BadConstraints"))
     assert row.state == "queued" and "cannot start" in row.message
     wording(row.message)
 

@@ -176,7 +176,9 @@ CONSEQUENCES: list[dict[str, Any]] = [
 ]
 
 
-def test_the_cause_is_found_among_its_consequences_whatever_the_clocks_say(tmp_path: Path) -> None:
+def test_the_cause_is_found_among_its_consequences_whatever_the_clocks_state(
+    tmp_path: Path,
+) -> None:
     for seed in range(20):
         chance, attempt = random.Random(seed), tmp_path / str(seed)
         guilty = chance.randrange(12)
@@ -234,7 +236,7 @@ def test_an_abort_after_an_exception_is_the_exception(tmp_path: Path) -> None:
         assert (first.message, first.kind, first.signal) == expected
 
 
-def test_ranks_that_were_all_told_to_end_were_not_the_cause(tmp_path: Path) -> None:
+def test_ranks_that_were_all_signalled_to_end_were_not_the_cause(tmp_path: Path) -> None:
     steps: list[tuple[int, float, dict[str, Any], bool]] = [
         (0, 2000.0, {"exit": 0, "told": TOLD}, False),
         (1, 2000.0, {"exit": 143, "signal": "SIGTERM", "told": TOLD}, True),
@@ -250,7 +252,9 @@ def test_ranks_that_were_all_told_to_end_were_not_the_cause(tmp_path: Path) -> N
         assert all_signalled(tmp_path) is expected, (rank, values)
 
 
-def test_the_input_is_wrong_on_hosts_where_ranks_said_so_if_others_did_not(tmp_path: Path) -> None:
+def test_the_input_is_wrong_on_hosts_where_ranks_reported_it_if_others_did_not(
+    tmp_path: Path,
+) -> None:
     for rank in range(6):
         record(tmp_path, rank, 2000.0, exit=143)
     assert wrong_on(tmp_path) == ()
@@ -267,13 +271,13 @@ SILENT = "not saved and ended before the job's end"
 
 def end(code: int | None = 1, **changes: Any) -> Observed:
     """Return the observation of an attempt that ended with a code."""
-    sight = {
+    observed = {
         name: changes.pop(name) for name in ("state", "step", "said", "metrics") if name in changes
     }
-    return Observed(code, BEFORE, replace(NOW, **sight), **changes)
+    return Observed(code, BEFORE, replace(NOW, **observed), **changes)
 
 
-def test_what_the_run_says_of_its_end_decides(tmp_path: Path) -> None:
+def test_what_the_run_states_of_its_end_decides(tmp_path: Path) -> None:
     record(tmp_path, 0, 2000.0, **TERM)
     for state, outcome in (("stopped", "saved"), ("complete", "finished")):
         for code in (0, 1, 143, None):
@@ -298,11 +302,11 @@ ENDS: list[tuple[str, Observed, str, str | None]] = [
         )
     ),
     ("run", end(taken=True, cancelled=True), "cancelled", None),
-    ("command", end(taken=True, told=True), "saved", None),
-    ("command", end(143, told=True), "saved", None),
-    ("command", end(143, told=True, cancelled=True), "cancelled", None),
+    ("command", end(taken=True, signalled=True), "saved", None),
+    ("command", end(143, signalled=True), "saved", None),
+    ("command", end(143, signalled=True, cancelled=True), "cancelled", None),
     ("command", end(0), "finished", None),
-    ("run", end(0, told=True), "saved", None),
+    ("run", end(0, signalled=True), "saved", None),
     ("run", end(0), "failed", "exit"),  # ended before its last step
     ("run", end(hang="no step"), "hang", "hang"),
     ("run", end(faults={"n1": ["ECC"]}), "unhealthy", "health"),
@@ -314,7 +318,7 @@ ENDS: list[tuple[str, Observed, str, str | None]] = [
 ]
 
 
-def test_without_a_ranks_word_the_supervisors_sight_decides(tmp_path: Path) -> None:
+def test_without_a_ranks_word_the_supervisors_observation_decides(tmp_path: Path) -> None:
     for kind, seen_of_it, outcome, failure in ENDS:
         found = classify(kind, tmp_path, seen_of_it)
         assert (found[0], found[1] and found[1].kind) == (outcome, failure), seen_of_it
@@ -378,7 +382,7 @@ NO_OOM_LINES = [
 WORDS = ": out of memory (OOM kill); the job's limit is 300 MiB a node"
 
 
-def said(attempt: Path, line: str, after: int = 0) -> Path:
+def write_attempt(attempt: Path, line: str, after: int = 0) -> Path:
     """Write an attempt whose agents' log has a line of srun or Slurm, followed by lines of
     torchrun.
     """
@@ -395,13 +399,13 @@ def memory_of(attempt: Path, code: int = 1, **changes: Any) -> tuple[str, str]:
     return failure.kind, failure.message
 
 
-def test_slurms_log_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
+def test_slurms_log_reports_an_out_of_memory_kill(tmp_path: Path) -> None:
     expected = ("memory", f"killed by SIGKILL{WORDS}")
     for number, line in enumerate([*OOM_LINES, *NO_OOM_LINES]):
-        attempt = said(tmp_path / str(number), line, after=5000)
+        attempt = write_attempt(tmp_path / str(number), line, after=5000)
         record(attempt, 0, 1999.0, error=RESET)
         record(attempt, 1, 2000.0, **KILLED)
-        record(attempt, 2, 2001.0, told=TOLD, **KILLED)
+        record(attempt, 2, 2001.0, signalled=TOLD, **KILLED)
         assert (
             memory_of(attempt) == expected
             if line in OOM_LINES
@@ -432,14 +436,14 @@ def test_slurms_log_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
         ),
     }
     for name, (values, kind, message) in ends.items():
-        attempt = said(tmp_path / name, OOM_LINES[0])
+        attempt = write_attempt(tmp_path / name, OOM_LINES[0])
         if values is not None:
             record(attempt, 0, 2000.0, **values)
         assert memory_of(attempt, 137) == (kind, message), name
     assert memory_of(tmp_path / "lost", down={"node0": "DRAINING: Kill task failed"}) == expected
 
 
-def test_the_kernels_count_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
+def test_the_kernels_count_reports_an_out_of_memory_kill(tmp_path: Path) -> None:
     ends: dict[str, dict[str, Any]] = {
         "killed": KILLED,
         "lost": VANISHED,
@@ -455,7 +459,7 @@ def test_the_kernels_count_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
     assert kinds == "signal lost exit exit lost".split()
     # The process that watches a rank reports the kill, too.
     record(tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)")
-    record(tmp_path, 1, 1990.0, **KILLED, told={"SIGTERM": 1980.0})
+    record(tmp_path, 1, 1990.0, **KILLED, signalled={"SIGTERM": 1980.0})
     assert memory_of(tmp_path) == memory_of(tmp_path / "lost", 137, oom_kill=True)
 
 
@@ -491,7 +495,7 @@ FIELDS: dict[str, tuple[bool, bool | None]] = {
 }
 
 
-def test_what_slurm_says() -> None:
+def test_what_slurm_states() -> None:
     for changed, expected in FIELDS.items():
         known = fields(RUNNING) | fields(changed)
         assert (cancelled(known, 1), taken(known, 1)) == expected, changed

@@ -70,7 +70,7 @@ def test_the_generic_profile_shows_every_key_with_its_default() -> None:
         assert (value == default or key in other) and len(spec(item).doc) >= 10, key
 
 
-def test_a_profile_may_write_over_another_from_beside_it_or_a_shipped_one(path: Path) -> None:
+def test_a_profile_may_write_over_another_from_next_to_it_or_a_shipped_one(path: Path) -> None:
     (path.parent / "site.yaml").write_text(
         "nodes: {gpus: 4, cpus: 9}\nenvironment: {A: 1, B: 2}\nslurm: {exclude: [n1]}\n"
     )

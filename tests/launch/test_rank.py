@@ -82,7 +82,7 @@ class Kept:
     log = property(lambda self: self.file("logs/rank_00003.log"))  # includes the time stamps
     dump = property(lambda self: self.file("dumps/rank_00003.txt"))  # its stacks
 
-    def says(self, text: str) -> None:
+    def wait_for_text(self, text: str) -> None:
         """Wait until the log contains a text."""
         wait_for(lambda: text in self.log)
 
@@ -170,7 +170,7 @@ def test_the_error_is_the_last_tracebacks_last_line_and_a_running_rank_has_a_rec
         and "in inner" in record["traceback"]
     )
     assert record["started"] < record["error_time"] <= record["ended"]
-    running.says("up")
+    running.wait_for_text("up")
     record = running.record
     assert (
         record["ended"] is None
@@ -218,22 +218,22 @@ def test_a_kill_that_the_kernel_counts_is_out_of_memory_except_after_a_signal_to
     counter.write_text("oom_kill 1\n")
     begin = "from pathlib import Path; from launch.node import rank"
     begin += f"; rank.OWN_CGROUPS, rank.CGROUPS = Path({str(own)!r}), Path({str(tmp_path)!r})"
-    torch_says = "RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed. "
-    trace = f"echo 'Traceback (most recent call last):'; echo '{torch_says}'; exit 1"
+    torch_message = "RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed. "
+    trace = f"echo 'Traceback (most recent call last):'; echo '{torch_message}'; exit 1"
     untouched = keep("bash", "-c", "kill -KILL $$", begin=begin)
     assert untouched.wait() == 137 and untouched.record["kind"] == "signal"
     wait = "echo ready; until [ -e go ]; do sleep 0.02; done;"
     ends = {
         "kill -KILL $$": ("memory", "killed by SIGKILL: out of memory (OOM kill)"),
         "exit 137": ("memory", "killed by SIGKILL: out of memory (OOM kill)"),
-        trace: ("memory", f"{torch_says.rstrip('. ')}: out of memory (OOM kill)"),
+        trace: ("memory", f"{torch_message.rstrip('. ')}: out of memory (OOM kill)"),
         "kill -SEGV $$": ("signal", None),
         "exit 0": (None, None),
         "trap '' TERM; kill -TERM $PPID; sleep 0.5; kill -KILL $$": ("signal", None),
     }
     kept = {end: keep("bash", "-c", f"cd {tmp_path}; {wait} {end}", begin=begin) for end in ends}
     for one in kept.values():
-        one.says("ready")
+        one.wait_for_text("ready")
     counter.write_text("oom_kill 2\n")
     (tmp_path / "go").touch()
     for end, one in kept.items():
@@ -242,7 +242,7 @@ def test_a_kill_that_the_kernel_counts_is_out_of_memory_except_after_a_signal_to
     (tmp_path / "go").unlink()
     begin += "; rank.OOM_SECONDS = rank.PATIENCE_SECONDS = 0.1"
     late = keep("bash", "-c", f"cd {tmp_path}; {wait} sleep 1; kill -KILL $$", begin=begin)
-    late.says("ready")
+    late.wait_for_text("ready")
     counter.write_text("oom_kill 3\n")
     (tmp_path / "go").touch()
     assert late.wait() == 137 and late.record["kind"] == "signal", "a kill long before"
@@ -317,7 +317,7 @@ def test_a_full_disk_does_not_stop_the_command_and_an_unfinished_line_is_seen(
     )
     unfinished = keep(code, begin="from launch.node import rank; rank.PATIENCE_SECONDS = 0.2")
     assert full.wait() == 0 and (tmp_path / "done").exists() and full.record["lines_lost"] == 9000
-    unfinished.says("waiting for the others ...")
+    unfinished.wait_for_text("waiting for the others ...")
 
 
 def test_signals_reach_a_command_that_is_ready_and_do_not_end_one_that_is_not(
@@ -333,15 +333,15 @@ print("ready")
 while True: time.sleep(0.05)
 """
     kept = keep(code)
-    kept.says("starting")
+    kept.wait_for_text("starting")
     for number in (signal.SIGUSR1, signal.SIGUSR2) * 3:
         kept.process.send_signal(number)
     wait_for(lambda: "SIGUSR1" in kept.record["told"] and kept.dump)
     (tmp_path / "go").touch()
-    kept.says("ready")
+    kept.wait_for_text("ready")
     assert "asked to save" not in kept.log
     kept.process.send_signal(signal.SIGUSR1)
-    kept.says("asked to save")
+    kept.wait_for_text("asked to save")
     kept.process.send_signal(signal.SIGTERM)
     assert (
         kept.wait() == 1
@@ -371,7 +371,7 @@ def test_when_the_parent_or_the_keeper_dies_nothing_lives_on(keep: Keep, tmp_pat
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up');"
         " time.sleep(300)"
     )
-    kept.says("up")
+    kept.wait_for_text("up")
     child = kept.record["child"]
     kept.process.kill()
     assert kept.wait() == -9
@@ -401,7 +401,7 @@ def test_what_the_command_leaves_running_is_ended(keep: Keep, tmp_path: Path) ->
     assert kept.record["last_line"] == "left"
 
 
-def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Path) -> None:
+def test_usr2_dumps_the_stacks_and_the_command_continues(keep: Keep, tmp_path: Path) -> None:
     """For commands with a handler, without one, and stopped."""
     os.mkfifo(go := tmp_path / "go")
     waits = (
@@ -415,7 +415,7 @@ def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Pat
     )
     stopped = keep(f"{HANDLES}def sits(): print('up'); time.sleep(300)\nsits()")
     for one in (kept, bare, stopped):
-        one.says("up")
+        one.wait_for_text("up")
     os.kill(stopped.record["child"], signal.SIGSTOP)
     states = [(kept, "S"), (bare, "S"), (stopped, "T")]
     wait_for(lambda: all(state_of(one.record["child"]) == state for one, state in states))
@@ -433,7 +433,7 @@ def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Pat
     assert kept.wait() == 0 and "went on ***" in kept.log and "in waits_for_peers" in kept.log
 
 
-def test_nccls_flight_recorder_is_asked_and_set_up_where_nobody_did_and_there_may_be_gpus(
+def test_nccls_flight_recorder_is_requested_and_set_up_where_nobody_did_and_there_may_be_gpus(
     keep: Keep, tmp_path: Path
 ) -> None:
     """torch warns about older names of its variables in every rank's log."""
@@ -448,7 +448,7 @@ os.read(pipe, 1)
 open(prefix + os.environ["RANK"], "w").write("recorded")
 """
     kept = keep(code)
-    kept.says("pipe")
+    kept.wait_for_text("pipe")
     path = Path(kept.log.split("pipe ")[1].split()[0])
     kept.process.send_signal(signal.SIGUSR2)
     assert kept.wait() == 0 and not path.exists()

@@ -20,7 +20,15 @@ from launch.cluster.slurm import QueueState
 from launch.job import Job, append_json, launch_folder, rank_log, write_json
 from launch.node.logs import Follower, Source, merged
 from launch.verbs.status import Queue, Row, ask, rows_of, summary
-from tests.launch.folders import RESET, make_attempt, make_job, record, says, trace, write_log
+from tests.launch.folders import (
+    RESET,
+    make_attempt,
+    make_job,
+    record,
+    trace,
+    write_log,
+    write_state,
+)
 from tests.launch.supervised import start, wait_for
 from tests.wording import Wording
 
@@ -54,7 +62,7 @@ def dead() -> int:
     return int(Path("/proc/sys/kernel/pid_max").read_text())
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> list[str]:
+def lines_of(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> list[str]:
     """Run a command and return its lines."""
     assert command_line.main(list(map(str, words))) == code
     captured = capsys.readouterr()
@@ -93,7 +101,7 @@ def test_the_queues_word_counts_before_the_supervisors(tmp_path: Path, wording: 
         supervisor, queue, state, active = (None if word == "-" else word for word in line.split())
         job = make_job(tmp_path / str(number))
         if supervisor:
-            says(job, supervisor, job_id="12", pid=4711, host="n1")
+            write_state(job, supervisor, job_id="12", pid=4711, host="n1")
         found = row(job, SILENT if queue == "SILENT" else slurm_state(queue))
         assert (found.state, found.active) == (state, active == "active"), line
         assert found.job_id == ("12" if supervisor or queue not in (None, "SILENT") else None), line
@@ -101,13 +109,13 @@ def test_the_queues_word_counts_before_the_supervisors(tmp_path: Path, wording: 
 
 
 @pytest.mark.parametrize("known", [{"job_id": "7"}, {"job_id": None, "time": 1.6e9}])
-def test_a_run_that_was_resubmitted_after_its_end_stands_as_its_new_job_does(
+def test_a_run_that_was_resubmitted_after_its_end_has_the_state_of_its_new_job(
     known: dict[str, Any], tmp_path: Path
 ) -> None:
     """Slurm is queried, whatever the supervisor of the earlier job wrote last."""
     for state in ("cancelled", "stopped"):
         job = make_job(tmp_path / state)
-        says(job, state, message="of old", **known)
+        write_state(job, state, message="of old", **known)
         assert ask([job]) != Queue({})  # this machine has no Slurm that knows these jobs
         waits = row(job, slurm_state("PENDING", "Priority"))
         assert (waits.state, waits.active, waits.message) == ("queued", True, "waits: Priority")
@@ -129,9 +137,9 @@ def test_a_local_supervisor_is_believed_only_while_it_lives(tmp_path: Path, dead
         ({"time": time.time() - 1e6}, ("lost", False)),  # the number now belongs to another process
         ({"pid": dead, "host": "elsewhere"}, ("running?", True)),
     ):
-        says(job, "running", **values)
+        write_state(job, "running", **values)
         assert (row(job).state, row(job).active) == expected
-    says(job, "stopped", pid=dead, message="saved")
+    write_state(job, "stopped", pid=dead, message="saved")
     assert (row(job).state, row(job).message) == ("stopped", "saved")
     for why, state in (("cancelled", "cancelled"), ("gave up", "stopped")):
         stops(job, why)
@@ -159,7 +167,7 @@ def trained(job: Job, age: float = 5.0) -> None:
 def test_the_numbers_are_those_of_the_last_whole_line(tmp_path: Path) -> None:
     job = make_job(tmp_path / "demo")
     trained(job)
-    says(job, "running", failures=1)
+    write_state(job, "running", failures=1)
     found = row(job, slurm_state("RUNNING"))
     assert (found.step, found.steps, found.loss, found.valid_loss) == (102, 40000, 10.0 - 1.02, 8.5)
     assert (found.tokens_per_second, found.step_age) == (1.5e6, 5.0)
@@ -176,7 +184,7 @@ def test_the_numbers_are_those_of_the_last_whole_line(tmp_path: Path) -> None:
 def test_an_array_is_one_row_of_counts_and_its_first_trouble(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep", items=4)
     for state, index in (("finished", 0), ("running", 1), ("running", 3)):
-        says(job, state, index)
+        write_state(job, state, index)
     queue = Queue(
         {
             "7_3": QueueState("COMPLETED"),
@@ -187,11 +195,11 @@ def test_an_array_is_one_row_of_counts_and_its_first_trouble(tmp_path: Path) -> 
     rows = rows_of(job, queue, NOW)
     assert [found.state for found in rows] == ["finished", "running", "queued", "lost"]
     assert [found.job_id for found in rows] == [None, "12_1", "12_2", "7_3"]
-    whole = summary(job, rows)
+    full = summary(job, rows)
     assert (
-        whole.state == "1 finished, 1 running, 1 queued, 1 lost"
-        and whole.active
-        and whole.message.startswith("sweep[3]: job 7_3")
+        full.state == "1 finished, 1 running, 1 queued, 1 lost"
+        and full.active
+        and full.message.startswith("sweep[3]: job 7_3")
     )
 
 
@@ -203,11 +211,11 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int) -> Path:
     monkeypatch.chdir(tmp_path)
     one = make_job(tmp_path / "runs" / "demo", "local")
     trained(one)
-    says(one, "running")
+    write_state(one, "running")
     array = make_job(tmp_path / "runs" / "sweeps" / "lr", "local", items=3)
-    says(array, "finished", 0)
-    says(array, "stopped", 1, pid=dead, message="TypeError: boo", failures=2)
-    says(
+    write_state(array, "finished", 0)
+    write_state(array, "stopped", 1, pid=dead, message="TypeError: boo", failures=2)
+    write_state(
         make_job(tmp_path / "runs" / "jobs" / "merge-1", "local", kind="command"),
         "finished",
         time=time.time() - 2e5,
@@ -222,7 +230,7 @@ def test_the_table(
     wording: Wording,
 ) -> None:
     monkeypatch.setattr("time.time", lambda: NOW)
-    says(make_job(runs / "demo", "local"), "running")
+    write_state(make_job(runs / "demo", "local"), "running")
     task = runs / "sweeps" / "lr" / "tasks" / "0001"
     make_job(runs / "a" / "demo", "local")
     for words in (
@@ -232,10 +240,10 @@ def test_the_table(
         [runs / "jobs" / "merge-1"],
         [task, task.with_name("0002"), "--items"],
     ):
-        wording("\n".join(said(capsys, "status", *words)))
-    sweeps = said(capsys, "status", runs / "sweeps")[1:]
-    assert said(capsys, "status", task, runs / "sweeps")[1:] == sweeps
-    values = json.loads("\n".join(said(capsys, "status", "--json", "--all")))
+        wording("\n".join(lines_of(capsys, "status", *words)))
+    sweeps = lines_of(capsys, "status", runs / "sweeps")[1:]
+    assert lines_of(capsys, "status", task, runs / "sweeps")[1:] == sweeps
+    values = json.loads("\n".join(lines_of(capsys, "status", "--json", "--all")))
     names = " ".join(value["name"] for value in values)
     assert names == "demo demo merge-1 lr[0] lr[1] lr[2]"
     assert values[1]["step"] == 102 and values[4]["message"] == "TypeError: boo"
@@ -249,23 +257,23 @@ def test_forks_stand_below_their_parent(
     """
     forks = {"decay": "demo", "anneal": "decay", "elsewhere": "by_hand", "one": "two", "two": "one"}
     for name, parent in forks.items():
-        says(make_job(runs / name, "local"), "finished")
+        write_state(make_job(runs / name, "local"), "finished")
         write_json(
             runs / name / "fork.json", {"parent": str((runs / parent).resolve()), "step": 100}
         )
     array = make_job(runs / "decays", "local", items=2)
     for index, item in enumerate(array.items):
-        says(array, "finished", index)
+        write_state(array, "finished", index)
         write_json(
             item.path / "fork.json",
             {"parent": str((runs / "demo").resolve()), "step": 60},
         )
-    lines = said(capsys, "status", runs, "--items")
+    lines = lines_of(capsys, "status", runs, "--items")
     wording("\n".join(line[: lines[0].index("STATE")].rstrip() for line in lines))
 
 
 def test_watch_ends_when_all_is_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(said(capsys, "status", runs / "sweeps", "--watch", "60")) == 2
+    assert len(lines_of(capsys, "status", runs / "sweeps", "--watch", "60")) == 2
     with start("launch", "status", str(runs / "demo"), "--watch", "0.2") as watching:
         assert watching.stdout
         first = [watching.stdout.readline().split()[0] for _ in range(4)]
@@ -304,23 +312,25 @@ def crashed(tmp_path: Path) -> Path:
 LOGS = ["", "--attempt 1", "--rank 1", "--rank 0-1 --tail 2", "--errors", "--errors --attempt 2"]
 
 
-def test_logs_are_the_last_attempts_unless_asked_otherwise(
+def test_logs_are_the_last_attempts_unless_requested_otherwise(
     crashed: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
     for words in LOGS:
         wording(
-            "\n".join(said(capsys, "logs", crashed, *words.split())),
+            "\n".join(lines_of(capsys, "logs", crashed, *words.split())),
             CLOCK=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(THEN + 3)),
         )
-    assert len(said(capsys, "logs", crashed, "--attempt", "all")) == 15
-    assert said(capsys, "logs", crashed, "--rank", "0", "--tail", "1", "--time")[0].endswith(
+    assert len(lines_of(capsys, "logs", crashed, "--attempt", "all")) == 15
+    assert lines_of(capsys, "logs", crashed, "--rank", "0", "--tail", "1", "--time")[0].endswith(
         ".000 [rank 0] attempt 2 step 2"
     )
     write_json(
         launch_folder(crashed) / "stop.json",
         {"why": "gave up", "message": "the same failure twice", "time": 0, "by": "x"},
     )
-    assert said(capsys, "logs", crashed, "--errors")[-1] == "demo: gave up: the same failure twice"
+    assert (
+        lines_of(capsys, "logs", crashed, "--errors")[-1] == "demo: gave up: the same failure twice"
+    )
 
 
 KILLED = {"exit": 137, "signal": "SIGKILL"}
@@ -331,7 +341,7 @@ RANKS: dict[str, list[tuple[int, float, dict[str, Any]]]] = {
 }
 
 
-def test_errors_tell_a_rank_without_a_traceback_by_its_last_lines_and_a_hang_by_its_stacks(
+def test_errors_report_a_rank_without_a_traceback_by_its_last_lines_and_a_hang_by_its_stacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
     clock = {
@@ -342,7 +352,7 @@ def test_errors_tell_a_rank_without_a_traceback_by_its_last_lines_and_a_hang_by_
         attempt = make_attempt(tmp_path / name, 1, THEN, ended=THEN + 9, outcome="failed")
         for rank, at, values in ranks:
             record(attempt, rank, THEN + at, **values)
-        wording("\n".join(said(capsys, "logs", tmp_path / name, "--errors")), **clock)
+        wording("\n".join(lines_of(capsys, "logs", tmp_path / name, "--errors")), **clock)
     make_job(tmp_path / "hang", "local")
     failure = {"kind": "hang", "message": "no step for 20 minutes", "step": 7}
     attempt = make_attempt(
@@ -350,10 +360,10 @@ def test_errors_tell_a_rank_without_a_traceback_by_its_last_lines_and_a_hang_by_
     )
     record(attempt, 0, THEN + 3, **KILLED)
     write_log(attempt / "dumps" / "rank_00001.txt", (0, "stacks"))
-    wording("\n".join(said(capsys, "logs", tmp_path / "hang", "--errors")))
+    wording("\n".join(lines_of(capsys, "logs", tmp_path / "hang", "--errors")))
 
 
-def test_slurms_own_file_is_told_but_not_the_supervisors_lines_in_it(
+def test_slurms_own_file_is_reported_but_not_the_supervisors_lines_in_it(
     crashed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     append_json(launch_folder(crashed) / "submissions.jsonl", {"time": 0, "job_id": "12"})
@@ -364,21 +374,23 @@ def test_slurms_own_file_is_told_but_not_the_supervisors_lines_in_it(
     )
     (launch_folder(crashed) / "slurm-12.out").write_text(text)
     (launch_folder(crashed) / "slurm-13.out").write_text("another job's\n")
-    every = said(capsys, "logs", crashed, "--attempt", "all")
+    every = lines_of(capsys, "logs", crashed, "--attempt", "all")
     assert every[0] == "[slurm] module load says hello" and len(every) == 15 + 3
     for number, expected in (("1", "[slurm] slurmstepd: oom"), ("2", "[slurm] requeued")):
-        lines = said(capsys, "logs", crashed, "--attempt", number)
+        lines = lines_of(capsys, "logs", crashed, "--attempt", number)
         assert [line for line in lines if "[slurm]" in line] == [expected]
 
 
-def test_where_no_attempt_began_slurms_file_says_why(
+def test_where_no_attempt_began_slurms_file_reports_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_job(tmp_path)
-    assert said(capsys, "logs", tmp_path, "--errors") == [f"{tmp_path}: no rank failed"]
+    assert lines_of(capsys, "logs", tmp_path, "--errors") == [f"{tmp_path}: no rank failed"]
     (launch_folder(tmp_path) / "slurm-12.out").write_text("launch: module load cuda failed\n")
-    assert said(capsys, "logs", tmp_path, "--errors")[1] == "    launch: module load cuda failed"
-    assert said(capsys, "logs", tmp_path) == ["[slurm] launch: module load cuda failed"]
+    assert (
+        lines_of(capsys, "logs", tmp_path, "--errors")[1] == "    launch: module load cuda failed"
+    )
+    assert lines_of(capsys, "logs", tmp_path) == ["[slurm] launch: module load cuda failed"]
 
 
 def test_arrays_name_their_items_and_have_a_file_of_slurms_for_each(
@@ -395,14 +407,14 @@ def test_arrays_name_their_items_and_have_a_file_of_slurms_for_each(
         )
         (launch_folder(tmp_path / "lr") / f"slurm-{array}.out").write_text("another job's\n")
     for _ in range(2):  # before and after its first attempt
-        report = [line for line in said(capsys, "logs", tmp_path / "lr") if "slurm" in line]
+        report = [line for line in lines_of(capsys, "logs", tmp_path / "lr") if "slurm" in line]
         assert report == ["[lr[0] slurm] task 0 of 12", "[lr[1] slurm] task 1 of 13"]
         assert [
-            line for line in said(capsys, "logs", job.items[1].directory) if "slurm" in line
+            line for line in lines_of(capsys, "logs", job.items[1].directory) if "slurm" in line
         ] == ["[slurm] task 1 of 13"]
         for index, array in enumerate(("12", "13")):
             make_attempt(job.items[index].path, 1, THEN, job_id=f"{array}_{index}")
-    assert "[lr[1] rank 0] attempt 1 step 0" in said(capsys, "logs", tmp_path / "lr")
+    assert "[lr[1] rank 0] attempt 1 step 0" in lines_of(capsys, "logs", tmp_path / "lr")
 
 
 MISTAKES = """\
@@ -428,7 +440,7 @@ def test_mistakes_are_one_line(
     monkeypatch.chdir(crashed.parent)
     (crashed.parent / "empty").mkdir()
     for words in MISTAKES.splitlines():
-        (line,) = said(capsys, *words.split(), code=2)
+        (line,) = lines_of(capsys, *words.split(), code=2)
         wording(line)
 
 

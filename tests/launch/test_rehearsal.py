@@ -31,11 +31,11 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, ...]] = []
+        self.commands: list[tuple[str, ...]] = []
 
     def __call__(self, text: str, world_size: int, stop: str, *words: str, code: Path) -> str:
         config = yaml.safe_load(text)
-        self.asked.append((stop, *words))
+        self.commands.append((stop, *words))
         too_much = TOO_MUCH if config["train"]["micro_batch_size"] == 9 else None
         if stop == "--check" and too_much:
             raise UserError(too_much)
@@ -98,7 +98,7 @@ def test_a_layout_is_rehearsed_once(answers: Answers, monkeypatch: pytest.Monkey
     assert re.fullmatch(
         r"rehearsed in \d+s: r on 2 x h100: 2\.00 GiB at the peak of rank 1, the fullest", line
     )
-    assert answers.asked == [("--json", "--rehearse", "--device", "h100")]
+    assert answers.commands == [("--json", "--rehearse", "--device", "h100")]
     alike = config(name="other", train_seed=2, optimizer_lr=1e-4)
     assert rehearsed(alike) == [
         "rehearsed before: other on 2 x h100: 2.00 GiB at the peak of rank 1, the fullest"
@@ -109,16 +109,16 @@ def test_a_layout_is_rehearsed_once(answers: Answers, monkeypatch: pytest.Monkey
         config(optimizer_name="muon"),
         config("H200"),
     ]
-    assert len(rehearsed(alike, *others, *others)) == 5 and len(answers.asked) == 5
+    assert len(rehearsed(alike, *others, *others)) == 5 and len(answers.commands) == 5
     monkeypatch.setattr(rehearsal, "_environment", lambda code: "other code")
-    assert rehearsed(alike)[0].startswith("rehearsed in") and len(answers.asked) == 6
+    assert rehearsed(alike)[0].startswith("rehearsed in") and len(answers.commands) == 6
 
 
 def test_other_code_of_what_is_rehearsed_is_other_code(tmp_path: Path) -> None:
     found = []
-    for room in ("pretrain", "launch", "kernels"):
-        (tmp_path / room).mkdir()
-        (tmp_path / room / "a.py").write_text("")
+    for folder in ("pretrain", "launch", "kernels"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text("")
         found.append(rehearsal._environment(tmp_path))
     assert found[0] == found[1] != found[2]
 
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused_again_without_a_rehearsal(answers: Answers
     for _ in range(2):
         with pytest.raises(UserError, match=f"^r: {TOO_MUCH}; --no-rehearse"):
             rehearsed(config(train_micro_batch_size=9))
-    assert len(answers.asked) == 1
+    assert len(answers.commands) == 1
 
 
 def test_what_cannot_be_rehearsed_is_compared_by_its_plan(answers: Answers) -> None:
@@ -136,19 +136,22 @@ def test_what_cannot_be_rehearsed_is_compared_by_its_plan(answers: Answers) -> N
         "not rehearsed: engine.offload_optimizer = true cannot be rehearsed; by its plan r fits"
         " h100"
     ]
-    assert answers.asked[1:] == [("--check", "--plan", 'log.device="h100"')]
+    assert answers.commands[1:] == [("--check", "--plan", 'log.device="h100"')]
     with pytest.raises(UserError, match=f"^r: {TOO_MUCH}; --no-rehearse"):
         rehearsed(config(**engine, train_micro_batch_size=9))
     assert rehearsed(config(**engine), data=False)[0].endswith(
         "; its memory is not compared either"
     )
-    asked = len(answers.asked)
+    commands = len(answers.commands)
     assert (
         rehearsed(config("B200"))[0].endswith("names an H100 or H200; by its plan r fits B200")
-        and len(answers.asked) == asked + 1
+        and len(answers.commands) == commands + 1
     )
     Path("cpu.yaml").write_text(LOCAL)
-    assert rehearsed(config("H100"), profile="cpu.yaml") == [] and len(answers.asked) == asked + 1
+    assert (
+        rehearsed(config("H100"), profile="cpu.yaml") == []
+        and len(answers.commands) == commands + 1
+    )
 
 
 def test_the_gpu_is_named_by_the_run_or_else_by_the_profile() -> None:
@@ -177,5 +180,5 @@ def test_a_submission_is_refused_before_anything_is_written(
         and output.err.count("\n") == 1
         and not Path("d/launch/job.json").exists()
     )
-    assert main([*words, "--no-rehearse", "--parsable"]) == 0 and len(answers.asked) == 1
+    assert main([*words, "--no-rehearse", "--parsable"]) == 0 and len(answers.commands) == 1
     assert capsys.readouterr().out == "12\n"

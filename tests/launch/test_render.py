@@ -289,11 +289,11 @@ def scontrol(root: Path, comment: str = "(null)", words: str = "Access denied") 
     The job has a ``comment`` and excludes node3. ``words``: sbatch's message if node1 is excluded
     too; by default, that access is denied.
     """
-    asked = (
+    requested = (
         '#!/bin/bash\nprintf "%s|" "$@" >> "$CALLS"; echo >> "$CALLS"\n[ "$1" = requeue ] && kill'
         ' "$PPID"\n[[ $* != *"$REFUSED"* ]]\n'
     )
-    program(root / "bin" / "scontrol", asked)
+    program(root / "bin" / "scontrol", requested)
     program(
         root / "bin" / "squeue", f"#!/bin/bash\n[[ $* == *%k ]] && echo '{comment}' || echo node3\n"
     )
@@ -320,9 +320,9 @@ EARLY = {  # profile, field of the job whose folder is missing, expected error
 }
 
 
-@pytest.mark.parametrize(("text", "folder", "said"), EARLY.values(), ids=EARLY)
+@pytest.mark.parametrize(("text", "folder", "message"), EARLY.values(), ids=EARLY)
 def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(
-    text: str, folder: str | None, said: bytes, root: Path
+    text: str, folder: str | None, message: bytes, root: Path
 ) -> None:
     profile = given(root, text)
     job = hostile.job(root, profile, **({folder: f"{root}/gone"} if folder else {}))
@@ -331,14 +331,14 @@ def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(
     task = {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "0"}
     for more, name in (({}, "12"), (task, "11_0")):
         done = run(script, root, **slurm, **more)
-        assert done.returncode == 0 and said in done.stderr, done.stderr
+        assert done.returncode == 0 and message in done.stderr, done.stderr
         assert (
             b"launch: the supervisor did not start on node1: back to the queue, without that node"
             in done.stderr
         )
-        asked = [f"update|JobId={name}|Comment=not-started:1:1|", f"requeue|{name}|"]
+        requested = [f"update|JobId={name}|Comment=not-started:1:1|", f"requeue|{name}|"]
         assert calls.read_text().splitlines() == [
-            *asked,
+            *requested,
             f"update|JobId={name}|StartTime=now+0|ExcNodeList=node3,node1|",
         ]
         calls.unlink()
@@ -381,9 +381,9 @@ def test_only_starts_that_failed_in_a_row_are_counted(line: str, root: Path) -> 
         "SLURM_RESTART_COUNT": restarts,
     }
     done, calls = run(render(job), root, **slurm), root / "calls"
-    asked = calls.read_text().splitlines() if calls.exists() else []
+    requested = calls.read_text().splitlines() if calls.exists() else []
     if not report:
-        assert done.returncode == 2 and not any("StartTime" in call for call in asked)
+        assert done.returncode == 2 and not any("StartTime" in call for call in requested)
         event = json.loads((root / "notice").read_text())
         names = (event["event"], event["name"], event["directory"], event["job_id"])
         assert names == ("stopped", job.name, job.directory, "12")
@@ -391,7 +391,7 @@ def test_only_starts_that_failed_in_a_row_are_counted(line: str, root: Path) -> 
         return
     assert done.returncode == 0 and not (root / "notice").exists()
     # Without node1 too few nodes remain, so no node is excluded.
-    assert asked == [
+    assert requested == [
         f"update|JobId=12|Comment={report.strip()}|",
         "requeue|12|",
         f"update|JobId=12|StartTime=now+{delay}|",

@@ -90,7 +90,7 @@ def copied(directory: Path) -> list[str]:
     )
 
 
-def test_the_rooms_sources_are_copied_with_the_revision_and_the_changes_that_give_them_back(
+def test_the_project_s_sources_are_copied_with_the_revision_and_the_changes_that_give_them_back(
     checkout: Path, job: Path
 ) -> None:
     assert source_files(checkout) == (OURS, 4)  # README.md, huge.json, weights.bin, link.py
@@ -165,7 +165,7 @@ def test_a_snapshot_is_replaced_whole_or_not_at_all(
     assert read_code(job) is None
 
 
-def test_the_rooms_run_from_their_snapshot(job: Path) -> None:
+def test_the_project_runs_from_its_snapshot(job: Path) -> None:
     """Every command line of this code runs from it, without an import from the checkout."""
     assert take(job).files > 100
     folder = code_folder(job)

@@ -46,7 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slurm.yaml").write_text(SLURM)
 
 
-def test_a_run_is_resolved_by_pretrain_and_goes_where_it_is_told(tmp_path: Path) -> None:
+def test_a_run_is_resolved_by_pretrain_and_is_stored_where_requested(tmp_path: Path) -> None:
     job = prepare(run(DEMO, "train.seed=7", "run_dir='a run/with $(touch x)'"))
     assert (
         job.directory == str(tmp_path / "a run/with $(touch x)") and list(tmp_path.rglob("x")) == []
@@ -260,19 +260,19 @@ def test_a_supervisor_on_this_machine_is_seen_while_it_is_that_very_process() ->
 def test_a_sweeps_runs_are_resolved_one_by_one_and_keep_their_places(tmp_path: Path) -> None:
     """The number of a task is its position: queued tasks must keep their meaning."""
     words = grid(["train.seed=1,2", "optimizer.lr=1e-3"])
-    asked = wanted_sweep(run(DEMO, "train.steps=300", directory="s"), named(words))
-    assert [item.name for item in asked.job.items] == [
+    requested = wanted_sweep(run(DEMO, "train.steps=300", directory="s"), named(words))
+    assert [item.name for item in requested.job.items] == [
         "train.seed=1,optimizer.lr=1e-3",
         "train.seed=2,optimizer.lr=1e-3",
     ]
     for seed, (item, text) in enumerate(
-        zip(asked.job.items, asked.configs.values(), strict=True), 1
+        zip(requested.job.items, requested.configs.values(), strict=True), 1
     ):
         config = yaml.safe_load(text)
         assert (config["train"]["seed"], config["train"]["steps"]) == (seed, 300)
         assert config["optimizer"]["lr"] == 1e-3
         assert config["run_dir"] == item.directory == str(tmp_path / "s" / item.name)
-    first = write(settle(asked, update=False))
+    first = write(settle(requested, update=False))
     finish(first.job, 0)
     others = named([("train.seed=3",), *reversed(words)])
     longer = settle(wanted_sweep(run(DEMO, "train.steps=300", directory="s"), others), update=False)
@@ -290,7 +290,7 @@ def test_a_sweeps_runs_are_resolved_one_by_one_and_keep_their_places(tmp_path: P
     with pytest.raises(UserError, match=r"train\.steps is 300, not 301"):
         settle(changed, update=False)
     # The settings are the same, so finished work stays finished.
-    assert settle(asked, update=True).reopened == ()
+    assert settle(requested, update=True).reopened == ()
     updated = settle(changed, update=True)
     assert updated.reopened == updated.ready == (0,)
     with pytest.raises(UserError, match=r"^train\.seed=x: .*whole number"):
@@ -343,7 +343,7 @@ def test_lists_and_grids(tmp_path: Path, wording: Wording) -> None:
             grid(words)
 
 
-def test_names_of_runs_differ_and_are_folders_and_array_words_say_the_items() -> None:
+def test_names_of_runs_differ_and_are_folders_and_array_words_state_the_items() -> None:
     dice, seen = random.Random(0), dict[str, tuple[str, ...]]()
     for _ in range(1000):
         words = tuple(
@@ -467,7 +467,7 @@ def test_dependencies_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clean_environment({**dict.fromkeys(report, "1"), **kept}) == kept
 
 
-def test_a_requeue_tells_what_becomes_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_requeue_reports_what_becomes_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     job = prepare(command("data_prep", "status", "a", profile="slurm.yaml"))
     folder = job.launch
     for state, supervisor in (
@@ -484,7 +484,7 @@ def test_a_requeue_tells_what_becomes_of_a_job(capsys: pytest.CaptureFixture[str
         assert not (folder / "stop.json").exists()
 
 
-def test_a_run_that_saves_in_order_to_end_goes_on_when_it_is_requeued(tmp_path: Path) -> None:
+def test_a_run_that_saves_in_order_to_end_continues_when_it_is_requeued(tmp_path: Path) -> None:
     """Its ranks have not saved before the requeue."""
     case = Case(tmp_path / "run", [{"to": 3, "end": "held"}, {}])
     with case.start() as supervisor:

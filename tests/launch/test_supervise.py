@@ -43,7 +43,7 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     clean_up(tmp_path)
 
 
-def tell(case: Case, wording: Wording) -> None:
+def compare_attempts(case: Case, wording: Wording) -> None:
     """Compare the last state and the failure of each attempt with the golden file."""
     report = [case.state, *((attempt["failure"] or {}) for attempt in case.attempts)]
     lines = [
@@ -68,7 +68,7 @@ def test_crashes_are_survived_from_the_last_checkpoint(tmp_path: Path, wording: 
     )
     code, output = case.run("--show", environment={"MY_TOKEN": "canary-canary"})
     assert code == 0 and case.outcomes == ["failed", "failed", "finished"], output
-    tell(case, wording)
+    compare_attempts(case, wording)
     failed = [one["failure"] for one in case.attempts[:2]]
     ends = [(failure["rank"], failure["step"], failure["exit"]) for failure in failed]
     assert ends == [(0, 5, 137), (0, 8, 1)]
@@ -148,7 +148,7 @@ def test_how_runs_end(name: str, tmp_path: Path, wording: Wording) -> None:
     case = Case(tmp_path / "run", script, **changes)
     found, output = case.run()
     assert (found, " ".join(case.outcomes)) == (code, outcomes), output
-    tell(case, wording)
+    compare_attempts(case, wording)
     # Without a queue, the node is not recorded for other jobs.
     assert not (tmp_path / "cordon.jsonl").exists()
 
@@ -164,7 +164,7 @@ def test_a_crash_loop_stops_until_a_person_starts_it_again(
     )
     code, output = case.run()
     assert code == 1 and case.outcomes == ["failed"] * 3
-    tell(case, wording)
+    compare_attempts(case, wording)
     stop = json.loads((tmp_path / "launch" / "stop.json").read_text())
     assert stop["why"] == "gave up" and stop["message"] == case.state["message"]
     assert (
@@ -223,7 +223,7 @@ def test_signals(name: str, tmp_path: Path, wording: Wording) -> None:
         wait_for(lambda: number == USR1 or case.state["state"] == "saving")  # noqa: B023
     found, output = end(supervisor, numbers[-1])
     assert (found, " ".join(case.outcomes)) == (code, outcomes), output
-    tell(case, wording)
+    compare_attempts(case, wording)
     wording(
         "\n".join(line.partition(" launch: ")[2] for line in output.splitlines()[-2:]),
         HOST=socket.gethostname().partition(".")[0],
@@ -259,14 +259,14 @@ def test_a_hang_is_dumped_and_restarted(tmp_path: Path, wording: Wording) -> Non
     )
     code, output = case.run()
     assert code == 0 and case.outcomes == ["hang", "finished"], output
-    tell(case, wording)
+    compare_attempts(case, wording)
     assert (
         tmp_path / "attempts/0001/dumps/rank_00000.txt"
     ).stat().st_size > 0 and "stacks of 1 of 1 ranks are in" in output
     assert not alive(read_json(tmp_path / "attempts/0001/ranks/rank_00000.json")["child"])
 
 
-def test_killed_supervisors_take_their_ranks_along_and_the_next_one_goes_on_or_gives_up(
+def test_killed_supervisors_take_their_ranks_along_and_the_next_one_continues_or_gives_up(
     tmp_path: Path, wording: Wording
 ) -> None:
     case = Case(
@@ -358,7 +358,7 @@ def test_a_hook_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.kill(hook, signal.SIGKILL)
 
 
-def test_a_folder_that_cannot_be_written_and_one_without_a_job_are_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_and_one_without_a_job_are_reported(tmp_path: Path) -> None:
     case = Case(tmp_path, restarts={"max_failures": 1})
     (tmp_path / "attempts").write_text("")
     code, output = case.run()
@@ -502,12 +502,15 @@ def test_the_watchdog() -> None:
         ((100, 100, 20), [(1, 1, True), (9000, 1, True)], None),
         ((0, 0, 0), [(30 * n, 1, n > 50) for n in range(1, 100)], None),
     ]
-    for patience, looks, expected in rows:
+    for patience, observations, expected in rows:
         dog = Watchdog(*patience, 0.0)
-        verdicts = [dog.look(now, step, stepped=stepped, step=step) for now, step, stepped in looks]
-        assert verdicts == [None] * (len(looks) - 1) + [expected], looks
+        verdicts = [
+            dog.observe(now, step, stepped=stepped, step=step)
+            for now, step, stepped in observations
+        ]
+        assert verdicts == [None] * (len(observations) - 1) + [expected], observations
     dog = Watchdog(100, 10, 20, 0.0)
-    dog.look(1, 1, stepped=True, step=1)
+    dog.observe(1, 1, stepped=True, step=1)
     for now, step, expected in (
         (12, 1, None),
         (20, 2, None),
@@ -515,5 +518,5 @@ def test_the_watchdog() -> None:
     ):
         # From now on only the end counts. A second call does not reset the time, and a further step
         # is not the end.
-        dog.tell()
-        assert dog.look(now, step, stepped=True, step=step) == expected
+        dog.begin_saving()
+        assert dog.observe(now, step, stepped=True, step=step) == expected

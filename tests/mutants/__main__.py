@@ -108,13 +108,13 @@ def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
     for mutant in mutants:
         # Keep only tests of this run: some tests run further tests in copies.
         found = reached.get(mutant.id, set()) & seconds.keys()
-        rooms = [
-            f"tests/{room}"
-            for room in (os.path.dirname(mutant.file), mutant.file.split("/")[0])
-            if (ROOT / "tests" / room).is_dir()
+        folders = [
+            f"tests/{top_folder}"
+            for top_folder in (os.path.dirname(mutant.file), mutant.file.split("/")[0])
+            if (ROOT / "tests" / top_folder).is_dir()
         ]
         known = sorted(found, key=lambda test: seconds.get(test, 0.0))
-        answer[mutant.id] = known if known or mutant.id not in without else rooms[:1] or ["tests"]
+        answer[mutant.id] = known if known or mutant.id not in without else folders[:1] or ["tests"]
     return answer
 
 

@@ -88,7 +88,7 @@ class Done:
     scales: dict[str, list[float]] = field(default_factory=dict)
 
 
-def asked(request: pytest.FixtureRequest, test: str, parameter: str) -> list[Any]:
+def values_of_cases(request: pytest.FixtureRequest, test: str, parameter: str) -> list[Any]:
     """Return the parameter values of one test's cases in this session: a module fixture computes
     only these.
     """
@@ -314,5 +314,5 @@ def weights_digest(engine: Any) -> dict[str, str]:
 
 def _digest(parts: dict[int, tuple[int, Any]]) -> str:
     dim = parts[min(parts)][0]
-    whole = numpy.concatenate([parts[rank][1] for rank in sorted(parts)], dim)
-    return hashlib.sha256(whole.tobytes()).hexdigest()
+    full = numpy.concatenate([parts[rank][1] for rank in sorted(parts)], dim)
+    return hashlib.sha256(full.tobytes()).hexdigest()

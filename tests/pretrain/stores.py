@@ -123,7 +123,7 @@ class Store:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(command, env=environ, text=True, **{**pipes, **given})
 
-    def told(self, *arguments: object) -> tuple[int, str, str]:
+    def run_tool(self, *arguments: object) -> tuple[int, str, str]:
         """Run ``tools.checkpoint`` in this process, which has already imported the client packages;
         return (exit code, stdout, stderr).
         """
@@ -139,7 +139,7 @@ class Store:
 
     def run(self, *arguments: object) -> tuple[int, str]:
         """Run the same command and return (exit code, stdout followed by stderr)."""
-        code, out, err = self.told(*arguments)
+        code, out, err = self.run_tool(*arguments)
         return code, out + err
 
 

@@ -85,7 +85,7 @@ def test_no_flipped_bit_makes_another_tensor() -> None:
     assert refused > tensor.nbytes, "each of the tensor's own bytes is covered"
 
 
-def test_a_read_that_fails_says_what_the_file_system_said() -> None:
+def test_a_read_that_fails_states_what_the_file_system_reported() -> None:
     """Torch converts the error to an AttributeError, which would be a traceback."""
     archive = io.BytesIO()
     torch.save(torch.ones(1000), archive)
@@ -234,7 +234,7 @@ def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: s
     assert "step_00000008 at step 8" in pretrain("train.steps=10", "optimizer.schedule=constant")
 
 
-def test_what_its_run_deletes_while_it_is_looked_at_is_missing(
+def test_what_its_run_deletes_while_it_is_inspected_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = save_weights(tmp_path, [("weight", torch.ones(3))], RunConfig(), Progress(1, 1, 1), "")
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_one_line(pretrain: Command,
 
 
 @pytest.mark.parametrize("how", EACH_WAY)
-def test_training_goes_on_over_a_save_that_fails(
+def test_training_continues_over_a_save_that_fails(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Training continues bit for bit for ``max_unsaved_steps`` steps, but not after a failure of
@@ -355,9 +355,9 @@ def full(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", ["for nothing", "for the tensors alone"])
+@pytest.mark.parametrize("free_bytes", ["for nothing", "for the tensors alone"])
 def test_a_full_file_system_under_two_ranks(
-    full: Path, settings: list[str], tmp_path: Path, room: str
+    full: Path, settings: list[str], tmp_path: Path, free_bytes: str
 ) -> None:
     """No rank hangs or raises, whichever meets the error: tensors belong to both ranks, .metadata
     only to the first.
@@ -370,7 +370,7 @@ def test_a_full_file_system_under_two_ranks(
     tensors = sum(
         path.stat().st_size for path in (run_dir / "checkpoints" / "step_00000004").glob("*.distcp")
     )
-    fill(full, 200_000 if room == "for nothing" else tensors + 60_000)
+    fill(full, 200_000 if free_bytes == "for nothing" else tensors + 60_000)
     codes, output = ended(2, arguments, tmp_path / "second")
     assert codes == [1, 1]
     for text in output:
@@ -390,7 +390,7 @@ def fill(folder: Path, left: int) -> None:
         filling.write(bytes(free.f_bavail * free.f_frsize - left))
 
 
-def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Command) -> None:
+def test_a_full_file_system_has_space_for_the_last_word(full: Path, pretrain: Command) -> None:
     """The final state is written although no byte is free while the run writes its metrics."""
     run_dir = full / "run"
     pretrain(f"run_dir={run_dir}", "train.steps=4")

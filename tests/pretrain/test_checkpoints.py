@@ -85,7 +85,7 @@ def check_kills(base: list[str], folder: Path, kills: list[int]) -> None:
 
     base: the arguments of the run without its run directory.
     """
-    whole, killed = folder / "whole", folder / "killed"
+    full, killed = folder / "whole", folder / "killed"
     arguments = [*base, f"run_dir={killed}"]
     for step in kills:
         naps, held = {0: 0.02, 1: 0.02}, (step, folder / "never")
@@ -93,9 +93,9 @@ def check_kills(base: list[str], folder: Path, kills: list[int]) -> None:
             wait_until(lambda: max(losses(killed), default=0) >= step, ranks)  # noqa: B023
         wait_for_lock(killed)
     assert "resumed from" in finished(2, arguments, folder / "out.last")
-    finished(2, [*base, f"run_dir={whole}"], folder / "out.whole")
-    assert losses(killed) == losses(whole), f"killed at steps {kills}"
-    assert same(weights(killed), weights(whole))
+    finished(2, [*base, f"run_dir={full}"], folder / "out.whole")
+    assert losses(killed) == losses(full), f"killed at steps {kills}"
+    assert same(weights(killed), weights(full))
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ MISTAKES: dict[str, Any] = yaml.safe_load(
 )
 
 
-def test_a_mistake_in_a_file_is_told_with_its_line_or_its_nearest_neighbour(
+def test_a_mistake_in_a_file_is_reported_with_its_line_or_its_nearest_neighbour(
     tmp_path: Path, wording: Wording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, files in enumerate(MISTAKES["trees"]):
@@ -247,7 +247,7 @@ def test_a_mistake_in_a_file_is_told_with_its_line_or_its_nearest_neighbour(
         wording(complaint(path, *override))
 
 
-def test_every_mistake_is_told_at_once_and_nothing_that_only_follows_from_one(
+def test_every_mistake_is_reported_at_once_and_nothing_that_only_follows_from_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
     """Unknown keys, types, parts, contradictions, paths: one line each, and every check of a valid
@@ -367,7 +367,7 @@ def lightly(*words: str, first: str = "") -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("place", "stop"), [("a regular file", []), ("a folder of another's", ["--check"])]
 )
-def test_an_unwritable_run_directory_is_told_without_torch(
+def test_an_unwritable_run_directory_is_reported_without_torch(
     place: str, stop: list[str], tmp_path: Path
 ) -> None:
     """Root may write anywhere, so the test simulates another user's folder by os.access in this
@@ -438,19 +438,19 @@ def test_the_printed_file_is_the_same_run(
         assert capsys.readouterr().out == out, "resolving is done once"
 
 
-def test_mistakes_are_one_line_and_data_that_is_there_is_looked_at(
+def test_mistakes_are_one_line_and_data_that_is_there_is_inspected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(*words: str, code: int = 0) -> str:
+    def output_of(*words: str, code: int = 0) -> str:
         assert main([*words]) == code
         out, err = capsys.readouterr()
         assert err.count("\n") == (code != 0)
         return err or out
 
     monkeypatch.chdir(tmp_path)
-    assert "no CONFIG.yaml: name a run" in told(code=2)
-    assert "cannot be combined" in told(DEMO, "--resolve", "--check", code=2)
-    assert "is not a multiple of train.micro_batch_size" in told(
+    assert "no CONFIG.yaml: name a run" in output_of(code=2)
+    assert "cannot be combined" in output_of(DEMO, "--resolve", "--check", code=2)
+    assert "is not a multiple of train.micro_batch_size" in output_of(
         DEMO, "--resolve", "parallel.world_size=7", code=2
     )
     data = [
@@ -459,20 +459,20 @@ def test_mistakes_are_one_line_and_data_that_is_there_is_looked_at(
         "data.test=[]",
         "data.seq_length=64",
     ]
-    assert "data_prep run" in told(DEMO, "--check", code=2), "the demo's data are not here"
-    assert told(DEMO, *data, "--check").count("\n") == 1
+    assert "data_prep run" in output_of(DEMO, "--check", code=2), "the demo's data are not here"
+    assert output_of(DEMO, *data, "--check").count("\n") == 1
     small = [*data, "model.vocab_size=512", "--plan", "--check"]
-    assert "fits H100" in told(DEMO, *small, "log.device=H100").splitlines()[-1]
-    assert "log.device is null" in told(DEMO, *small).splitlines()[-1]
-    large = told(
+    assert "fits H100" in output_of(DEMO, *small, "log.device=H100").splitlines()[-1]
+    assert "log.device is null" in output_of(DEMO, *small).splitlines()[-1]
+    large = output_of(
         DEMO, *small, "log.device=H100", "model.num_layers=100", "model.hidden_size=12288", code=2
     )
     assert large.startswith("pretrain: error: log.device = H100 has 79 GiB of memory")
-    resolved = yaml.safe_load(told(DEMO, *data, "--resolve"))
+    resolved = yaml.safe_load(output_of(DEMO, *data, "--resolve"))
     assert resolved["model"]["vocab_size"] is None, "what the data tells stays for the run to read"
     (tmp_path / "data" / "train.bin").write_bytes(b"0123456789")
-    assert "damaged or replaced" in told(DEMO, *data, "--resolve", code=2)
-    assert "damaged or replaced" in told(DEMO, *data, "--check", code=2)
+    assert "damaged or replaced" in output_of(DEMO, *data, "--resolve", code=2)
+    assert "damaged or replaced" in output_of(DEMO, *data, "--check", code=2)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_blend_takes_its_shares_and_its_batches_are_its_samples_in_order(
         )
 
 
-def test_a_batch_read_ahead_is_the_next_and_its_error_comes_when_it_is_asked_for() -> None:
+def test_a_batch_read_ahead_is_the_next_and_its_error_comes_when_it_is_requested() -> None:
     read: list[int] = []
 
     def source() -> Iterator[dict[str, Any]]:
@@ -79,8 +79,11 @@ def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_pa
     """Positions restart and ends leave the loss; tokens and labels are unchanged."""
     train = build(settings, tmp_path, 40)
     end = int(train[0]["tokens"][10])  # any id can serve as the end of a document in this test
-    cpu, asked = torch.device("cpu"), DataConfig(documents="separate", eod_loss=False)
-    plain, separate = batches(train, 0, 4, cpu), batches(train, 0, 4, cpu, ends=Ends.of(asked, end))
+    cpu, requested = torch.device("cpu"), DataConfig(documents="separate", eod_loss=False)
+    plain, separate = (
+        batches(train, 0, 4, cpu),
+        batches(train, 0, 4, cpu, ends=Ends.of(requested, end)),
+    )
     for _ in range(3):
         wanted, batch = next(plain), next(separate)
         context = batch.pop("context")
@@ -97,7 +100,7 @@ def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_pa
         assert (expected[:, 1:] == 0).any()
     assert Ends.of(DataConfig(), end) is None
     joined = Ends.of(DataConfig(reset_positions=True), end)
-    assert joined is not None and not joined.apart and joined.positions and joined.loss
+    assert joined is not None and not joined.separate and joined.positions and joined.loss
 
 
 def test_a_plan_by_documents_is_the_count_over_training_s_samples(

@@ -117,7 +117,7 @@ def without_manifest(
     return ["model.vocab_size=500"]
 
 
-def beside(
+def edited_plan(
     folder: Path,
     key: str = "train.1.prefix",
     name: str = "train",
@@ -162,10 +162,12 @@ MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
     "no training data": lambda folder: ["data.train=[]"],
     "too long a sequence": lambda folder: ["data.seq_length=900"],
     "too small a vocabulary": lambda folder: ["model.vocab_size=400"],
-    "another tokenizer's data": lambda folder: beside(folder, tokenizer="two"),
-    "another tokenizer": lambda folder: beside(folder, "tokenizer", "tokenizer", tokenizer="two"),
+    "another tokenizer's data": lambda folder: edited_plan(folder, tokenizer="two"),
+    "another tokenizer": lambda folder: edited_plan(
+        folder, "tokenizer", "tokenizer", tokenizer="two"
+    ),
     "no tokenizer": lambda folder: [f"data.tokenizer={folder}"],
-    "another end of documents": lambda folder: beside(folder, eod=3),
+    "another end of documents": lambda folder: edited_plan(folder, eod=3),
     "nobody tells the vocabulary": lambda folder: (folder / MANIFEST).unlink(),
     "too narrow a dtype": lambda folder: refilled(folder, vocab_size=70_000),
     "not the recorded dtype": lambda folder: edit(

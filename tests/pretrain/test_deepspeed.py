@@ -30,13 +30,13 @@ from tests.pretrain.jobs import (
     TP2,
     Case,
     Done,
-    asked,
     deepspeed,
     engine_of,
     from_starts,
     micro_batches,
     quick_or_slow,
     same,
+    values_of_cases,
 )
 from tests.ranks import answer, finished, losses
 
@@ -113,12 +113,14 @@ def results(
 ) -> dict[str, Done]:
     """Results of this session's cases; cases of one world size share processes."""
     folder, base = tmp_path_factory.mktemp("deepspeed"), settings_of(tiny_data)
-    resumed = asked(request, "test_resumes_to_the_last_bit_at_the_same_layout", "name")
+    resumed = values_of_cases(request, "test_resumes_to_the_last_bit_at_the_same_layout", "name")
     moves = {
         f"move {number}": MOVES[number]
-        for number in asked(request, "test_resumes_at_another_layout_stage_and_engine", "number")
+        for number in values_of_cases(
+            request, "test_resumes_at_another_layout_stage_and_engine", "number"
+        )
     }
-    compared = asked(request, "test_equals_the_megatron_engine", "name")
+    compared = values_of_cases(request, "test_equals_the_megatron_engine", "name")
     wanted = {*compared, *resumed, *(case for case, *_ in moves.values())}
     cases = {
         name: ("bf16 megatron" if name.startswith("bf16") else "megatron", *CASES[name])
@@ -186,7 +188,7 @@ def test_fifty_steps_give_the_megatron_engines_curve(settings: list[str], tmp_pa
 # --- inside the engine ----------------------------------------------------------------------------
 
 
-def look_at(settings: list[str], stages: list[int]) -> dict[int, dict[str, Any]]:
+def observe_stages(settings: list[str], stages: list[int]) -> dict[int, dict[str, Any]]:
     """Return stage -> observations for the tests: train a few steps, spoil two steps, restore, and
     inspect; on a separate rank.
     """
@@ -196,11 +198,11 @@ def look_at(settings: list[str], stages: list[int]) -> dict[int, dict[str, Any]]
         with engine_of(
             [*settings, *deepspeed(stage), "engine.deepspeed.param_persistence_threshold=0"]
         ) as engine:
-            found[stage] = _look(engine)
+            found[stage] = _observe(engine)
     return found
 
 
-def _look(engine: Any) -> dict[str, Any]:
+def _observe(engine: Any) -> dict[str, Any]:
     def step(samples: int, weight: float = 1.0) -> bool:
         return bool(engine.train_step(micro_batches(16, weight), samples).skipped)
 
@@ -224,7 +226,7 @@ def _look(engine: Any) -> dict[str, Any]:
     skipped.append(step(32))
     moved = not same(before, _tensors(engine))
     saved = engine.sharded_state()
-    engine.restore(lambda asked: _filled(asked, saved))
+    engine.restore(lambda values_of_cases: _filled(values_of_cases, saved))
     restored = steps()
     step(40)
     groups = engine.engine.optimizer.param_groups
@@ -254,7 +256,7 @@ def _tensors(engine: Any) -> dict[str, torch.Tensor]:
     return {entry.key: entry.data.clone() for entry in _entries(engine.sharded_state())}
 
 
-def _filled(asked: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+def _filled(values_of_cases: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Return the result of reading a checkpoint: the requested tensors and the common part."""
     by_key = {entry.key: entry.data for entry in _entries(saved)}
 
@@ -264,7 +266,7 @@ def _filled(asked: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
             for name, value in state.items()
         }
 
-    given = values(asked)
+    given = values(values_of_cases)
     return {
         **given,
         "optimizer": {**given.get("optimizer", {}), "optimizer": saved["optimizer"]["optimizer"]},
@@ -272,30 +274,34 @@ def _filled(asked: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def looks(
+def observations(
     request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, dict[str, Any]]:
-    stages = asked(
+    stages = values_of_cases(
         request,
         "test_a_step_that_is_not_finite_changes_nothing_and_restored_groups_keep_their_own_steps",
         "stage",
     )
     found: dict[int, dict[str, Any]] = answer(
-        1, look_at, settings_of(tiny_data), stages, output=tmp_path_factory.mktemp("looks") / "out"
+        1,
+        observe_stages,
+        settings_of(tiny_data),
+        stages,
+        output=tmp_path_factory.mktemp("looks") / "out",
     )
     return found
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_is_not_finite_changes_nothing_and_restored_groups_keep_their_own_steps(
-    looks: dict[int, dict[str, Any]], stage: int
+    observations: dict[int, dict[str, Any]], stage: int
 ) -> None:
     """Cases: a NaN in the loss, no token to learn from, and an infinite loss with finite gradients.
 
     DeepSpeed's own loading shares one step tensor among all groups, to which Adam then adds for
     each, and copies the first group's settings.
     """
-    found = looks[stage]
+    found = observations[stage]
     assert found["skipped"] == [False, True, True, True, False]
     assert found["untouched"] and found["moved"]
     restored, later = found["steps"]
@@ -323,15 +329,15 @@ def skip_one(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]
     The second step is rejected, the third is not judged, and the fourth has no token to learn from.
     """
     platform.import_megatron()
-    heard: list[tuple[float, float]] = []
+    reported: list[tuple[float, float]] = []
 
     def taken(loss: float, grad_norm: float) -> bool:
-        heard.append((loss, grad_norm))
+        reported.append((loss, grad_norm))
         return False
 
     found = {}
     for name in names:
-        heard.clear()
+        reported.clear()
         with engine_of([*settings, *GUARDED[name], "train.on_spike=skip"]) as engine:
             steps, states = [], []
             for judge, weight in (
@@ -345,7 +351,7 @@ def skip_one(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]
             moved = [not same(*pair) for pair in itertools.pairwise(states)]
             found[name] = {
                 "steps": [(one.loss, one.grad_norm, one.skipped) for one in steps],
-                "asked": [*heard],
+                "asked": [*reported],
                 "moved": moved,
             }
     return found
@@ -355,7 +361,7 @@ def skip_one(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]
 def skips(
     request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    names = asked(
+    names = values_of_cases(
         request, "test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next", "name"
     )
     found: dict[str, dict[str, Any]] = answer(
@@ -403,6 +409,6 @@ def test_a_rank_without_a_token_that_counts_leaves_the_mean_to_the_others(
     """Both ranks read the same samples, so the mean over the tokens of one equals that over
     both.
     """
-    whole, half = answer(2, half_empty, [*settings_of(tiny_data), *engine], output=tmp_path / "out")
+    full, half = answer(2, half_empty, [*settings_of(tiny_data), *engine], output=tmp_path / "out")
     # fp32 sums of half as many terms.
-    assert half == pytest.approx(whole, rel=1e-6) and whole[1] > 0.1
+    assert half == pytest.approx(full, rel=1e-6) and full[1] > 0.1

@@ -120,10 +120,10 @@ def test_the_environment_is_prepared_where_it_is_not_set(
     ops.prepare_environment()
     assert os.environ["DS_ACCELERATOR"] == ("cuda" if platform.has_cuda() else "cpu")
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(ops.default_directory())
-    beside = Path(sys.executable).parent
+    scripts = Path(sys.executable).parent
     assert os.environ["PATH"].split(os.pathsep) == [
         str(folder),
-        *([str(beside)] if (beside / "ninja").exists() else []),
+        *([str(scripts)] if (scripts / "ninja").exists() else []),
     ]
 
 
@@ -189,7 +189,7 @@ def test_a_living_owners_lock_stays_and_a_dead_ones_goes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "at_once"), [(("nfs4", True), False), (("overlay", False), True)])
-def test_where_an_owner_might_not_be_seen_only_time_tells(
+def test_where_an_owner_might_not_be_seen_only_time_decides(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[str, bool], at_once: bool
 ) -> None:
     (folder / LOCK).touch()
@@ -240,7 +240,7 @@ def test_obstacles_are_one_line_each(
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_the_compilers_error_is_told(
+def test_the_compilers_error_is_reported(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = script(

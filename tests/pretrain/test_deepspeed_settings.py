@@ -29,12 +29,12 @@ def small(*overrides: str) -> RunConfig:
     return load_run(DEMO, [*DEMO_SIZES, "model.vocab_size=6000", ENGINE, *overrides])
 
 
-def told(config: RunConfig) -> Any:
+def config_of(config: RunConfig) -> Any:
     return deepspeed_config(config, 2, parameters=10**6, cuda=False)[0]
 
 
 def test_the_runs_own_sections_and_the_typed_keys_make_deepspeeds_configuration() -> None:
-    made: Any = told(
+    made: Any = config_of(
         small(
             "engine.zero_stage=2",
             "train.precision=bf16",
@@ -60,7 +60,7 @@ def test_the_runs_own_sections_and_the_typed_keys_make_deepspeeds_configuration(
         "max_live_parameters=10",
         "pin_memory=true",
     )
-    zero = told(
+    zero = config_of(
         small(
             "engine.zero_stage=3",
             "engine.offload_optimizer=true",
@@ -81,10 +81,10 @@ def test_the_runs_own_sections_and_the_typed_keys_make_deepspeeds_configuration(
 
 
 def test_a_recipe_for_the_other_engine_needs_nothing_else_changed() -> None:
-    asked = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
+    requested = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
     config = load_run(
         ROOT / "configs/run/fem_sm_1.3b_100bt.yaml",
-        [ENGINE, "engine.zero_stage=2", "model.vocab_size=50304", *asked],
+        [ENGINE, "engine.zero_stage=2", "model.vocab_size=50304", *requested],
     )
     validate(config, config.parallel.world_size or 1)
     made, output = deepspeed_config(config, 1, parameters=10**9, cuda=True)

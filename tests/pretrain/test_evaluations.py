@@ -101,7 +101,7 @@ def test_a_run_is_evaluated_and_its_loggers_know_the_scores(
     assert (pretrain.run_dir / "metrics.jsonl").read_text().count('"evaluation/held": 2.5') == 1
 
 
-def test_a_suite_that_is_not_there_is_told_before_the_first_step(pretrain: Command) -> None:
+def test_a_suite_that_is_not_there_is_reported_before_the_first_step(pretrain: Command) -> None:
     assert "evaluate.suite = 'quikc': --suite quikc: no such suite" in pretrain.refused(
         "evaluate.suite=quikc", "evaluate.interval=4"
     )
@@ -130,7 +130,7 @@ def test_an_evaluation_is_no_rank_and_sees_no_gpu() -> None:
 # --- many, slow, failing and interrupted evaluations, with commands that take milliseconds --------
 
 
-class Heard(Callback):
+class EventLog(Callback):
     """Record of the messages to loggers."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class Run:
     def __init__(
         self, folder: Path, line: str, monkeypatch: pytest.MonkeyPatch, **settings: Any
     ) -> None:
-        self.folder, self.heard, self.received = folder, Heard(), list[int]()
+        self.folder, self.events, self.received = folder, EventLog(), list[int]()
         self.store: Any = SimpleNamespace(folder=folder / "checkpoints", last=None, in_use=set())
         self.settings = EvaluateConfig(**{"interval": 10, **settings})
         self.line = line
@@ -175,7 +175,7 @@ class Run:
 
     def start(self, step: int = 0) -> Evaluations:
         self.callback = Evaluations(
-            self.settings, self.folder, 40, self.store, [self.heard], self.received, step
+            self.settings, self.folder, 40, self.store, [self.events], self.received, step
         )
         return self.callback
 
@@ -196,7 +196,7 @@ class Run:
         """Run steps until a condition is true."""
         end = time.monotonic() + PATIENCE
         while not holds():
-            assert time.monotonic() < end, self.heard.messages
+            assert time.monotonic() < end, self.events.messages
             self.step(max(self.callback.step if self.callback else 0, 1))
             time.sleep(0.01)
 
@@ -234,13 +234,13 @@ def test_one_runs_one_waits_the_newest(
     assert run.store.in_use == {paths[step] for step in (5, 10, 25, 30)}, (
         "what is read and will be, with what it is averaged with"
     )
-    assert run.heard.messages == [
+    assert run.events.messages == [
         "evaluation of step 20 waits: that of step 10 still runs",
         "evaluation of step 20 is skipped: that of step 10 still runs, and step 30 is due",
     ]
     gate.touch()
-    run.until(lambda: len(run.heard.values) == 2)
-    assert run.heard.values == [(10, {"evaluation/held": 2.5}), (30, {"evaluation/held": 2.5})]
+    run.until(lambda: len(run.events.values) == 2)
+    assert run.events.values == [(10, {"evaluation/held": 2.5}), (30, {"evaluation/held": 2.5})]
     assert run.store.in_use == set()
     run.write(35)
     run.step(36)
@@ -270,7 +270,7 @@ ENDS: dict[str, tuple[list[str], dict[str, float]]] = {
 
 
 @pytest.mark.parametrize("line", ENDS)
-def test_whatever_becomes_of_it_training_goes_on(
+def test_whatever_becomes_of_it_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     report, values = ENDS[line]
@@ -283,9 +283,9 @@ def test_whatever_becomes_of_it_training_goes_on(
     os.utime(old, (1, 1))  # scores of weights from before the checkpoint
     run.start()
     run.write(10)
-    run.until(lambda: len(run.heard.messages) == len(report))
-    assert all(words in message for message, words in zip(run.heard.messages, report, strict=True))
-    assert run.heard.values == ([(10, values)] if values else [])
+    run.until(lambda: len(run.events.messages) == len(report))
+    assert all(words in message for message, words in zip(run.events.messages, report, strict=True))
+    assert run.events.values == ([(10, values)] if values else [])
     if "nowhere" in line:
         return
     assert run.store.in_use == set()
@@ -310,13 +310,13 @@ def test_steps_that_are_trained_anew_are_evaluated_anew(
     done: list[int] = []
     for step in (20, 30):
         run.write(step)
-        run.until(lambda: len(run.heard.values) > len(done))
+        run.until(lambda: len(run.events.values) > len(done))
         done.append(step)
-    assert [step for step, _ in run.heard.values] == done
+    assert [step for step, _ in run.events.values] == done
     again = Run(tmp_path, WRITE, monkeypatch, at_end=True)
     again.write(40)
     assert again.start().running is not None, "its line is from before the rollback"
-    again.until(lambda: again.heard.values)
+    again.until(lambda: again.events.values)
     monkeypatch.undo()
     assert again.callback is not None
     assert "--retry" in again.callback._command(Path("step_00000020"))
@@ -331,13 +331,13 @@ def test_the_end_waits_for_the_last_one(
     """The training ends after the result of the last evaluation has been logged."""
     run = Run(tmp_path, WAIT.format(gate=gate) + WRITE, monkeypatch, interval=0, at_end=True)
     monkeypatch.setattr(evaluations, "_WORD_SECONDS", 0.1)
-    output = run.heard.on_message
+    output = run.events.on_message
 
     def on_message(text: str) -> None:
         output(text)
         gate.touch()
 
-    monkeypatch.setattr(run.heard, "on_message", on_message)
+    monkeypatch.setattr(run.events, "on_message", on_message)
     if resumed:
         run.write(40)
         run.start(step=40)
@@ -347,8 +347,8 @@ def test_the_end_waits_for_the_last_one(
         run.write(40)  # the training loop writes it after its last step
     assert run.callback is not None
     run.callback.on_end()
-    assert run.heard.values == [(40, {"evaluation/held": 2.5})]
-    assert "waiting for the evaluation of step 40" in run.heard.messages[0], (
+    assert run.events.values == [(40, {"evaluation/held": 2.5})]
+    assert "waiting for the evaluation of step 40" in run.events.messages[0], (
         "for a supervisor that watches"
     )
 
@@ -377,14 +377,14 @@ def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(
     while alive(pids[1]):
         assert time.monotonic() < end, "nor what it started"
         Event().wait(0.01)
-    (message,) = run.heard.messages
+    (message,) = run.events.messages
     assert "is not finished; resuming the training starts it again, or run: python -c" in message
     assert not (tmp_path / NAME).exists()
     again = Run(tmp_path, WRITE, monkeypatch, at_end=True)
     again.store.last = run.store.last
     again.start()
     monkeypatch.undo()
-    again.until(lambda: again.heard.values)
+    again.until(lambda: again.events.values)
 
 
 def test_it_dies_with_a_training_that_is_killed_and_is_niced(tmp_path: Path) -> None:

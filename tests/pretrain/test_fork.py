@@ -42,16 +42,16 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(
     assert sorted((trunk / "checkpoints").glob("step_*")) == [
         step_of(trunk, step) for step in (4, 6, 12)
     ]
-    whole = ("train.steps=10", "checkpoint.keep_last=3")
+    full = ("train.steps=10", "checkpoint.keep_last=3")
     wanted = {step: report for step, report in losses(straight).items() if step > 4}
-    pretrain.fork(step_of(trunk, 4), decay, *whole)
+    pretrain.fork(step_of(trunk, 4), decay, *full)
     assert "forked from" in pretrain.out and losses(decay) == wanted
     assert losses(decay)[8] != losses(trunk)[8]  # the decay of the trunk has not begun
     back_to(decay, 9)
-    pretrain.fork(step_of(trunk, 4), decay, *whole)
+    pretrain.fork(step_of(trunk, 4), decay, *full)
     assert "resumed from" in pretrain.out and losses(decay) == wanted
     shutil.rmtree(decay / "checkpoints")
-    pretrain.fork(step_of(trunk, 4), decay, *whole)
+    pretrain.fork(step_of(trunk, 4), decay, *full)
     assert losses(decay) == wanted
     record = json.loads((decay / FORK).read_text())
     parent = step_of(trunk, 4)
@@ -99,14 +99,14 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     pretrain("train.steps=4", *QUIET)
     new, fresh, last = tmp_path / "new", tmp_path / "fresh", tmp_path / "last"
     other = ("data.seq_length=64", "train.global_batch_size=6", *QUIET)
-    whole = (
+    full = (
         *other,
         "train.steps=12",
         "optimizer.from_step=4",
         "optimizer.warmup_steps=2",
         "optimizer.schedule=linear",
     )
-    pretrain.fork(pretrain.run_dir, new, *whole)
+    pretrain.fork(pretrain.run_dir, new, *full)
     report = [
         line
         for line in pretrain.out.splitlines()
@@ -137,7 +137,7 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     ) == (4, 8, 8, 8 * 6)
     back_to(new, 11)
     wanted = losses(new)
-    pretrain.fork(pretrain.run_dir, new, *whole)
+    pretrain.fork(pretrain.run_dir, new, *full)
     assert losses(new) == wanted
     # A fork of a fork.
     pretrain.fork(
@@ -153,7 +153,7 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
 
 
 @pytest.mark.slow
-def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: Path) -> None:
+def test_a_configuration_means_its_newest_run(pretrain: Command, tmp_path: Path) -> None:
     """The demo trains into runs/demo/fem, while its file names runs/demo/mixers/{mixer}. Another
     model or name is not the run.
     """

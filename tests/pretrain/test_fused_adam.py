@@ -152,7 +152,7 @@ def updates_on_a_gpu() -> dict[str, dict[str, float]]:
     return found
 
 
-def test_on_a_gpu_adam_is_one_kernel_and_a_step_moves_what_the_benchmark_s_model_says(
+def test_on_a_gpu_adam_is_one_kernel_and_a_step_moves_what_the_benchmark_s_model_states(
     tmp_path: Path,
 ) -> None:
     from tools.bench.traffic.paper import OPTIMIZER_BYTES

@@ -185,7 +185,7 @@ def test_replays_train_as_the_layers_do_to_the_bit(
     assert replays == [2 * len(names), 4 * len(names), 4 * len(names)]
 
 
-def test_a_machine_without_a_gpu_is_told() -> None:
+def test_a_machine_without_a_gpu_is_reported() -> None:
     config = config_of(1, [ON])
     with pytest.raises(
         ConfigError,

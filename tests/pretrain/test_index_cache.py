@@ -52,7 +52,7 @@ def folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir())
 
 
-def test_a_cache_says_what_it_was_made_from_and_what_it_holds(tmp_path: Path) -> None:
+def test_a_cache_states_what_it_was_made_from_and_what_it_holds(tmp_path: Path) -> None:
     cache = cache_in(tmp_path / "new" / "cache")
     assert cache.fault() == NOT_THERE
     build(cache)
@@ -115,7 +115,7 @@ def test_what_is_not_whole_is_built_again_and_what_is_whole_never_replaced(tmp_p
         assert not [path for path in folders(cache.root) if path.name.startswith(".")]
 
 
-def test_a_file_that_goes_while_it_is_looked_at_is_no_fault_of_the_disk(
+def test_a_file_that_goes_while_it_is_inspected_is_no_fault_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may replace a damaged folder at any time."""
@@ -320,14 +320,14 @@ def test_a_damaged_cache_is_built_again_with_a_line_and_ranks_share_it(run: Run)
     run("--index")
     (name,) = run.built()
     index = next((run.cache / name).glob("*GPTDataset-train-sample_index.npy"))
-    whole = index.read_bytes()
-    index.write_bytes(whole[:100])
+    full = index.read_bytes()
+    index.write_bytes(full[:100])
     run("--index")
     assert (
-        f"index cache {run.cache / name}: {index.name} has 100 bytes instead of {len(whole)};"
+        f"index cache {run.cache / name}: {index.name} has 100 bytes instead of {len(full)};"
         " building it again" in run.out
     )
-    assert index.read_bytes() == whole
+    assert index.read_bytes() == full
     before = run.built()
     assert "index cache" not in finished(
         2, [DEMO, *run.settings, "train.eval_interval=0"], run.folder / "out"

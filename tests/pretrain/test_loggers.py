@@ -24,16 +24,16 @@ def wandb_records(file: Path) -> list[Any]:
     """
     # Importing it takes a second, because it creates its classes at import.
     messages: Any = import_module("wandb.proto.wandb_internal_pb2")
-    data, at, whole, found = file.read_bytes(), 7, b"", []
+    data, at, full, found = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
             at += left
             continue
         size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        full, at = full + data[at + 7 : at + 7 + size], at + 7 + size
         if kind in (1, 4):  # the complete record, or its last part
-            found.append(messages.Record.FromString(whole))
-            whole = b""
+            found.append(messages.Record.FromString(full))
+            full = b""
     return found
 
 
@@ -51,7 +51,7 @@ def history(file: Path, name: str) -> list[tuple[int, int, float]]:
     return [(row["_step"], row["step"], row[name]) for row in rows if name in row]
 
 
-def test_curves_go_on_after_a_rewind_and_a_resume(
+def test_curves_continue_after_a_rewind_and_a_resume(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A spike at step 7 rewinds to step 4; the run ends at step 8, is resumed at step 6 and

@@ -265,7 +265,7 @@ def test_peak_memory_is_the_planned_one(tmp_path: Path, precision: str, engine: 
 
 @pytest.mark.parametrize(
     "measure_whole",
-    [pytest.param(whole, marks=pytest.mark.slow) for whole in (False, True)],
+    [pytest.param(full, marks=pytest.mark.slow) for full in (False, True)],
     ids=["chunks", "chunks and whole"],
 )
 def test_the_loss_in_chunks_needs_no_memory_for_all_logits(

@@ -61,7 +61,7 @@ def mirror_of(store: Store) -> list[str]:
     ]
 
 
-def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
+def test_a_run_continues_from_its_mirror_where_its_own_folder_is_lost(
     pretrain: Command, tmp_path: Path, entered: Store
 ) -> None:
     """The run continues bit for bit like one that never lost its folder."""
@@ -97,11 +97,11 @@ def test_kills_in_the_middle_leave_nothing_that_counts(
     assert store.run("mirror", tmp_path, store.url)[0] == 0
     sending = threading.Event()
 
-    def heard(client: socket.socket, data: bytes) -> bytes:
+    def failing(client: socket.socket, data: bytes) -> bytes:
         sending.set() if len(data) >= 20_000 else None
         return data
 
-    store.proxy.fault = heard
+    store.proxy.fault = failing
     newest = write_step(tmp_path, 2, size=min(kills, 6) * 10_000_000, files=12)
     for number in range(kills):
         sending.clear()
@@ -196,7 +196,7 @@ def test_each_answer_of_a_store_is_one_line_and_its_exit_code(tmp_path: Path, st
     for report, wanted in ANSWERS.items():
         name = report.split()[1]
         url = f"s3://{store.name}/{name}"
-        code, _, output = store.told("mirror", tmp_path, url, "--patience", 0)
+        code, _, output = store.run_tool("mirror", tmp_path, url, "--patience", 0)
         assert code == wanted and output.count("\n") == 1, output
         assert f"is not in {url}: " in output and f"they say {name}" in output
 

@@ -30,12 +30,12 @@ from tests.pretrain.jobs import (
     TP2,
     Case,
     Done,
-    asked,
     deepspeed,
     engine_of,
     from_starts,
     micro_batches,
     quick_or_slow,
+    values_of_cases,
 )
 from tests.pretrain.test_plan import small
 from tests.ranks import losses
@@ -192,7 +192,7 @@ def results(
         "train.global_batch_size=8",
         "data.seq_length=16",
     ]
-    names = asked(request, "test_every_layout_and_engine_equals_one_process", "name")
+    names = values_of_cases(request, "test_every_layout_and_engine_equals_one_process", "name")
     cases = {name: ("plain" if "plain" in name else "whole", *LAYOUTS[name]) for name in names}
     moves: dict[str, Case] = {}
     if "DP2, stage 1" in names:

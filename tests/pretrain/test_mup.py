@@ -24,10 +24,10 @@ from tests.pretrain.jobs import (
     TP2,
     Done,
     Job,
-    asked,
     engine_of,
     micro_batches,
     run_all,
+    values_of_cases,
 )
 from tests.tools.hf.small import SIZES, random_state
 
@@ -124,8 +124,8 @@ def test_at_the_base_it_is_the_standard_run_to_the_bit(settings: list[str]) -> N
                     [weight.detach().clone() for weight in engine.models[0].parameters()],
                 )
             )
-    (kinds, report, weights), (mup_kinds, mup_told, mup_weights) = runs
-    assert kinds == mup_kinds and report == mup_told
+    (kinds, report, weights), (mup_kinds, mup_report, mup_weights) = runs
+    assert kinds == mup_kinds and report == mup_report
     assert all(torch.equal(a, b) for a, b in zip(weights, mup_weights, strict=True))
 
 
@@ -162,7 +162,7 @@ def results(
         f"run_dir={folder / 'run'}",
     ]
     jobs = {1: [Job("whole", base, 2 + STEPS, save_after=2)], 2: []}
-    for name in asked(request, "test_resumes_with_its_groups_at_every_layout", "name"):
+    for name in values_of_cases(request, "test_resumes_with_its_groups_at_every_layout", "name"):
         world, layout = LAYOUTS[name]
         jobs[world].append(Job(name, [*base, *layout], STEPS, load=str(folder / "run"), draw=True))
     return run_all(jobs.items(), folder)

@@ -38,11 +38,11 @@ CONTRACT = (
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
     """A copy of the repository with the page's mixer."""
-    for room in ROOMS:
+    for folder in ROOMS:
         # Other test processes write to __pycache__.
         shutil.copytree(
-            ROOT / room,
-            tmp_path / room,
+            ROOT / folder,
+            tmp_path / folder,
             ignore=shutil.ignore_patterns("mutants", "slurm", "__pycache__"),
         )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

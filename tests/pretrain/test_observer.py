@@ -38,7 +38,7 @@ HYBRID = [
 HYBRID += ["log.diagnostics_interval=1"]
 
 
-def looks(run_dir: Path) -> dict[int, dict[str, float]]:
+def diagnostics_by_step(run_dir: Path) -> dict[int, dict[str, float]]:
     """Return the logged diagnostics by step."""
     found = [
         {
@@ -75,7 +75,7 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
         f"step 3: trace: {traces[1]}\nstep 3: no memory snapshot: this rank computes on a CPU"
         in pretrain.out
     )
-    seen = looks(pretrain.run_dir)
+    seen = diagnostics_by_step(pretrain.run_dir)
     assert list(seen) == [2, 4]
     names = set(seen[2])
     assert names == set(seen[4])
@@ -84,7 +84,7 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
         "diagnostics/layer_01/mixer/free_energy_gap",
         "diagnostics/layer_00/mlp/step_norm",
     } <= names
-    assert all(math.isfinite(value) for look in seen.values() for value in look.values())
+    assert all(math.isfinite(value) for readings in seen.values() for value in readings.values())
     assert "diagnostics" not in pretrain.out and "tensors/" not in pretrain.out
     norm = "tensors/decoder.layers.1.mixer.in_proj.weight/update"
     norms = {line["step"]: line[norm] for line in records(pretrain.run_dir) if norm in line}
@@ -95,7 +95,7 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
     for name, wanted in (
         (
             "diagnostics/layer_01/mixer/free_energy_gap",
-            [look["diagnostics/layer_01/mixer/free_energy_gap"] for look in seen.values()],
+            [readings["diagnostics/layer_01/mixer/free_energy_gap"] for readings in seen.values()],
         ),
         (norm, list(norms.values())),
         ("loss", [loss for loss, _ in losses(pretrain.run_dir).values()]),
@@ -103,7 +103,7 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
         assert [event.value for event in events.Scalars(name)] == pytest.approx(wanted, rel=1e-6)
     never = tmp_path / "never"
     pretrain(*short, "log.diagnostics_interval=0", f"run_dir={never}")
-    assert looks(never) == {} and not (never / "profile").exists()
+    assert diagnostics_by_step(never) == {} and not (never / "profile").exists()
     assert losses(never) == losses(pretrain.run_dir), "to the last bit"
 
 
@@ -176,7 +176,7 @@ def test_the_same_at_every_layout(pretrain: Command, stages: int, tmp_path: Path
         *(f"parallel.{key}" for key in layout),
     ]
     finished(2 * stages, [DEMO, *arguments], tmp_path / "out")
-    wanted, found = looks(pretrain.run_dir)[1], looks(several)[1]
+    wanted, found = diagnostics_by_step(pretrain.run_dir)[1], diagnostics_by_step(several)[1]
     assert list(found) == list(wanted)
     # fp32 sums in a different order; a wrong gather would be off by 0.1 or more.
     assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)

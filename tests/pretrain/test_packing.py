@@ -72,13 +72,13 @@ def sequences(lengths: list[int], length: int, seed: int) -> list[list[tuple[int
     ]
 
 
-def naive(sizes: list[int], room: int) -> list[list[int]]:
+def naive(sizes: list[int], capacity: int) -> list[list[int]]:
     """Pack by the definition: one after another, the largest first, into the fullest bin with
     enough space.
     """
     bins: list[list[int]] = []
     for size in sorted(sizes, reverse=True):
-        fitting = [some for some in bins if sum(some) + size <= room]
+        fitting = [some for some in bins if sum(some) + size <= capacity]
         if fitting:
             max(fitting, key=sum).append(size)
         else:
@@ -108,22 +108,24 @@ def test_it_is_best_fit_decreasing(seed: int) -> None:
     spaces; few moves.
     """
     dice = random.Random(seed)
-    room = dice.randint(1, 60)
-    sizes = [dice.randint(1, dice.randint(1, room)) for _ in range(dice.randint(0, 300))]
-    counts = np.bincount(sizes, minlength=room + 1).tolist()
-    placed, used, left = best_fit(counts, room)
+    capacity = dice.randint(1, 60)
+    sizes = [dice.randint(1, dice.randint(1, capacity)) for _ in range(dice.randint(0, 300))]
+    counts = np.bincount(sizes, minlength=capacity + 1).tolist()
+    placed, used, left = best_fit(counts, capacity)
     assert placed == sorted(placed, key=lambda at: -at.size)
     ours: list[list[int]] = [[] for _ in range(used)]
     for size, first, end, each in placed:
         for number in range(first, end):
             ours[number].extend([size] * each)
-    wanted = naive(sizes, room)
+    wanted = naive(sizes, capacity)
     assert Counter(map(sum, ours)) == Counter(map(sum, wanted))
     assert sorted(chain(*ours)) == sorted(sizes)
     assert left == {
-        room - total: count for total, count in Counter(map(sum, wanted)).items() if total < room
+        capacity - total: count
+        for total, count in Counter(map(sum, wanted)).items()
+        if total < capacity
     }
-    assert len(placed) <= 4 * len(set(sizes)) * room.bit_length()
+    assert len(placed) <= 4 * len(set(sizes)) * capacity.bit_length()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -240,13 +242,13 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
     )
     (model,) = build_model(given, Layout(params_dtype=torch.float64), LENGTH, seed=1)
 
-    def told(total: torch.Tensor, count: torch.Tensor | int) -> list[torch.Tensor]:
+    def loss_and_gradients(total: torch.Tensor, count: torch.Tensor | int) -> list[torch.Tensor]:
         model.zero_grad()
         (total / count).backward()
         return [total.detach() / count, *(weight.grad.clone() for weight in model.parameters())]
 
     def read(batch: dict[str, Any]) -> list[torch.Tensor]:
-        return told(*summed_loss(forward(model, batch), batch))
+        return loss_and_gradients(*summed_loss(forward(model, batch), batch))
 
     batch = next(
         batches(
@@ -278,7 +280,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
             1, 60, (int(moved.sum()),), generator=torch.Generator().manual_seed(0)
         )
     # Megatron computes the cross-entropy in float32.
-    for got, wanted in zip(read(batch), told(total, count), strict=True):
+    for got, wanted in zip(read(batch), loss_and_gradients(total, count), strict=True):
         assert (got - wanted).abs().max() <= 2e-6 * max(1e-2, wanted.abs().max().item())
     # Bit-identical with separate documents. With joined documents, the sums of fem_gla contain
     # constants of the entire sequence: equal up to the rounding of float64.
@@ -287,7 +289,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
             assert (a - b).abs().max() <= by * a.abs().max()
 
 
-def test_a_run_resumes_within_a_pass_and_goes_on_into_more(
+def test_a_run_resumes_within_a_pass_and_continues_into_more(
     pretrain: Command, tmp_path: Path
 ) -> None:
     """96 samples, more than one pass; a length at which a stream would be refused does not change

@@ -254,11 +254,11 @@ def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> 
         ]
 
     models = dict.fromkeys(model for model, _ in cases)
-    whole = [
+    full = [
         Job(model, overrides(model, []), BEFORE + steps_after(model), save_after=BEFORE, norms=True)
         for model in models
     ]
-    jobs: dict[int, list[Job]] = {1: whole, 2: [], 4: []}
+    jobs: dict[int, list[Job]] = {1: full, 2: [], 4: []}
     for model, layout in cases:
         if layout is None:
             jobs[1].append(
@@ -277,7 +277,7 @@ def results(
     request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Results:
     """Results of this session's cases."""
-    asked = [
+    requested = [
         item.callspec.params
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
@@ -285,7 +285,7 @@ def results(
     return train_all(
         tiny_data,
         tmp_path_factory.mktemp("parity"),
-        [(case["model"], case.get("layout")) for case in asked],
+        [(case["model"], case.get("layout")) for case in requested],
     )
 
 
@@ -345,10 +345,10 @@ def test_every_mixer_at_every_other_layout(results: Results, model: str, layout:
 
 @pytest.mark.parametrize("model", GROUPS | SPECIAL)
 def test_every_mixer_learns_and_trains_in_bf16(results: Results, model: str) -> None:
-    whole = results[model].steps
-    assert min(loss for loss, _ in whole[BEFORE:]) < whole[0][0], "the start was not trivial"
+    full = results[model].steps
+    assert min(loss for loss, _ in full[BEFORE:]) < full[0][0], "the start was not trivial"
     # From the same start, and with weights rounded to 8 bits.
     assert [loss for loss, _ in results[f"{model}, bf16"].steps] == pytest.approx(
-        [loss for loss, _ in whole[:2]], rel=5e-3
+        [loss for loss, _ in full[:2]], rel=5e-3
     )
-    assert results[f"{model}, bf16"].steps != whole[:2]
+    assert results[f"{model}, bf16"].steps != full[:2]

@@ -139,9 +139,9 @@ def test_attention_flops_are_the_sum_over_all_pairs_of_a_sequence() -> None:
     pairs = sum(1 for query in range(length) for key in range(length) if key <= query)
     # Per head, a pair costs one product over d_k for its score, and one over [v | U], which is
     # twice d_v, for its read.
-    whole = pairs * shape.heads * (2 * shape.prior.slices()["k"] + 2 * (2 * shape.value_head))
+    full = pairs * shape.heads * (2 * shape.prior.slices()["k"] + 2 * (2 * shape.value_head))
     # float64 rounding.
-    assert forward_flops(model, length)["attention"] * length == pytest.approx(whole, rel=1e-12)
+    assert forward_flops(model, length)["attention"] * length == pytest.approx(full, rel=1e-12)
 
 
 @pytest.mark.parametrize(("mixer", "width", "heads"), [("mamba2", 512, 12), ("cem", 66, 22)])
@@ -211,23 +211,23 @@ def test_documents_parts_are_those_of_every_place_where_they_may_begin(
     assert shares == pytest.approx(held / held.sum(), rel=1e-12)  # float64 rounding
 
 
-def test_many_lengths_cost_what_a_few_of_them_tell() -> None:
+def test_many_lengths_cost_what_a_few_of_them_show() -> None:
     """Linear costs agree up to rounding; costs that decrease with the length, such as costs once
     per document, to a millionth.
     """
     shares = shares_of(np.random.default_rng(1).geometric(1 / 9000, 500).astype(np.int32), 32768)
-    part_lengths, asked, length = (
+    part_lengths, requested, length = (
         PartLengths(shares, 9000.0, 500, 500),
         list[int](),
         np.arange(1, 32769),
     )
 
     def cost(document: int) -> dict[str, float]:
-        asked.append(document)
+        requested.append(document)
         return {"linear": 3.0 * document + 5, "once": 1 / document, "constant": 7.0}
 
     found = part_lengths.mean_over(cost)
-    assert len(asked) < 8192 and found["linear"] == pytest.approx(
+    assert len(requested) < 8192 and found["linear"] == pytest.approx(
         shares[1:] @ (3.0 * length + 5), rel=1e-12
     )
     assert found["constant"] == pytest.approx(7.0, rel=1e-12) and found["once"] == pytest.approx(
@@ -253,15 +253,15 @@ def by_documents(folder: Path, documents: list[list[int]], *words: str) -> Plan:
     return make_plan(prepared.config, 1, prepared.facts)
 
 
-def test_a_plan_counts_documents_by_their_lengths_and_says_both(
+def test_a_plan_counts_documents_by_their_lengths_and_states_both(
     tmp_path: Path, wording: Wording
 ) -> None:
     dense = make_plan(run("demo.yaml", "model.vocab_size=500", "data.seq_length=16"), 1)
     assert dense.part_lengths is None and dense.train_flops == dense.dense_flops
-    whole = by_documents(tmp_path / "whole", [[7] * 16] * 40)
+    full = by_documents(tmp_path / "whole", [[7] * 16] * 40)
     assert (
-        whole.forward_flops == dense.forward_flops
-        and whole.train_flops == whole.dense_flops == dense.train_flops
+        full.forward_flops == dense.forward_flops
+        and full.train_flops == full.dense_flops == dense.train_flops
     )
     short = by_documents(tmp_path / "short", [[7] * 4] * 100)
     assert short.dense_flops == dense.train_flops and short.memory == dense.memory
@@ -308,14 +308,14 @@ def test_of_very_many_documents_a_part_is_read(
     ) == (512, 2000)
     assert "(512 of 2,000 were read)" in render(some)
     monkeypatch.undo()
-    whole = by_documents(tmp_path, every)
+    full = by_documents(tmp_path, every)
     assert (
-        whole.part_lengths is not None
-        and whole.part_lengths.read == 2000
-        and whole.part_lengths.mean == pytest.approx(lengths.mean(), rel=1e-12)
+        full.part_lengths is not None
+        and full.part_lengths.read == 2000
+        and full.part_lengths.mean == pytest.approx(lengths.mean(), rel=1e-12)
     )
     # Three standard errors of the mean of 512 lengths, whose standard deviation equals their mean.
-    assert some.part_lengths.mean == pytest.approx(whole.part_lengths.mean, rel=3 / 512**0.5)
+    assert some.part_lengths.mean == pytest.approx(full.part_lengths.mean, rel=3 / 512**0.5)
 
 
 DEVICES: dict[str, tuple[float | None, int | None]] = {
@@ -392,14 +392,14 @@ def test_parallelism_and_recompute_save_what_they_should() -> None:
     assert remade_small.workspace > plain_small.workspace
     half = run(LARGE, f"{TP}=2")
     for term, bytes_per_token in activations(half).items():
-        whole = activations(plain)[term]
-        assert whole / 2 <= bytes_per_token <= whole
+        full = activations(plain)[term]
+        assert full / 2 <= bytes_per_token <= full
     assert sum(
         activations(run(LARGE, f"{TP}=2", "parallel.sequence_parallel=true")).values()
     ) < sum(activations(half).values())
 
 
-def test_a_plan_says_where_its_memory_does_not_fit() -> None:
+def test_a_plan_states_where_its_memory_does_not_fit() -> None:
     for name in (
         LARGE,
         "transformer_1.3b_100bt.yaml",
@@ -419,7 +419,7 @@ def test_a_plan_says_where_its_memory_does_not_fit() -> None:
 # --- the entire plan ------------------------------------------------------------------------------
 
 
-def test_the_text_says_what_was_asked_for(wording: Wording) -> None:
+def test_the_text_states_what_was_requested(wording: Wording) -> None:
     plan = make_plan(run(LARGE), 8)
     assert 100e9 <= plan.tokens < 100e9 + plan.schedule.step_tokens == 100e9 + 128 * 4096
     source = SourceFacts(
@@ -520,7 +520,7 @@ def test_the_norms_of_tensors_take_a_copy_of_what_a_rank_updates() -> None:
 # --- sequences over ranks -------------------------------------------------------------------------
 
 
-def test_the_page_tells_what_ranks_send() -> None:
+def test_the_page_reports_what_ranks_send() -> None:
     """The table of docs/long_context.md: KiB per token and layer, both directions, by the formula
     that other tests compare with real collectives.
     """
@@ -561,7 +561,7 @@ def test_the_page_tells_what_ranks_send() -> None:
     assert len(rows) == 12
 
 
-def test_what_does_not_fit_is_told_the_smallest_cut_that_does() -> None:
+def test_what_does_not_fit_reports_the_smallest_cut_that_does() -> None:
     """131,072 tokens: by separate plans, an eighth fits an H100 and a quarter does not."""
     fields = [
         "data.seq_length=131072",

@@ -53,16 +53,16 @@ def watching(run_dir: Path) -> Iterator[list[tuple[str, int, str | None]]]:
     sees an incomplete file.
     """
     seen, broken = list[tuple[str, int, str | None]](), list[str]()
-    over, tell = threading.Event(), ProgressFile.tell
+    over, write = threading.Event(), ProgressFile.write
 
-    def look() -> None:
+    def poll() -> None:
         while not over.is_set():
             if (run_dir / NAME).exists() and read_progress(run_dir) is None:
                 broken.append((run_dir / NAME).read_text())
             time.sleep(0.0005)
 
-    def told(file: ProgressFile, state: str, **given: Any) -> None:
-        tell(file, state, **given)
+    def write_and_check(file: ProgressFile, state: str, **given: Any) -> None:
+        write(file, state, **given)
         output = progress(run_dir)
         now = (output["state"], output["step"], output["checkpoint"])
         if output["checkpoint"] and not (run_dir / output["checkpoint"] / MANIFEST).exists():
@@ -70,10 +70,10 @@ def watching(run_dir: Path) -> Iterator[list[tuple[str, int, str | None]]]:
         if now not in seen[-1:]:
             seen.append(now)
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=poll)
     thread.start()
     try:
-        with mock.patch.object(ProgressFile, "tell", told):
+        with mock.patch.object(ProgressFile, "tell", write_and_check):
             yield seen
     finally:
         over.set()
@@ -159,7 +159,7 @@ def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
     assert stand(pretrain.run_dir) == ("complete", 14, 14, checkpoint(14), None)
 
 
-def test_a_failure_is_told_in_one_line(pretrain: Command) -> None:
+def test_a_failure_is_reported_in_one_line(pretrain: Command) -> None:
     """Cases: the run gives up, the configuration is invalid after the directory was claimed, and an
     unexpected error.
     """
@@ -187,10 +187,10 @@ def test_a_message_is_one_line_without_secrets_and_other_ranks_write_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedule = Schedule(10, 8, 32, 0, 0)
-    ProgressFile(None, schedule, 2).tell("failed", message="x")
+    ProgressFile(None, schedule, 2).write("failed", message="x")
     assert list(tmp_path.iterdir()) == [] and read_progress(tmp_path) is None
     monkeypatch.setenv("MY_SECRET_2", CANARIES["MY_SECRET_2"])
-    ProgressFile(tmp_path, schedule, 2).tell(
+    ProgressFile(tmp_path, schedule, 2).write(
         "failed", message="a\n  b" + "c" * 985 + CANARIES["MY_SECRET_2"] + "d" * 5000
     )
     message = progress(tmp_path)["message"]

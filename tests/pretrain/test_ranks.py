@@ -106,7 +106,7 @@ def test_all_ranks_hear_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said", "code"),
+    ("config", "expected", "code"),
     [
         pytest.param(DEMO, "unknown key model.num_layer", Exit.WRONG_INPUT, id="wrong input"),
         # Opening succeeds, reading fails.
@@ -116,7 +116,7 @@ def test_all_ranks_hear_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_torchruns_last_lines_are_the_error(
-    tmp_path: Path, config: str, said: str, code: Exit
+    tmp_path: Path, config: str, expected: str, code: Exit
 ) -> None:
     (tmp_path / "failing.yaml").symlink_to("/proc/self/mem")
     file = ROOT / config if config == DEMO else tmp_path / config
@@ -125,7 +125,7 @@ def test_torchruns_last_lines_are_the_error(
     # The exit code of torchrun itself, independent of those of the ranks.
     assert process.returncode == 1
     (cause,) = output.split("Root Cause")[1:]
-    last = rf"exitcode  : {code} .*\n.*\n  traceback : pretrain: error: .*{said}.*\n=+\s*\Z"
+    last = rf"exitcode  : {code} .*\n.*\n  traceback : pretrain: error: .*{expected}.*\n=+\s*\Z"
     assert re.search(last, cause), cause
 
 
@@ -220,7 +220,7 @@ QUIET = [
 ]
 
 
-def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_and_goes_on(
+def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_and_continues(
     settings: list[str], tmp_path: Path
 ) -> None:
     """The same run twice: compared every second step with slow data on rank 1, and not compared

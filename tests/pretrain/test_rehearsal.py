@@ -145,7 +145,7 @@ ZERO = {
     "DP4, ZeRO-2": ASKED | {"deepspeed/runtime/zero/stage_1_and_2.py has_overflow item"},
     "DP4, ZeRO-3": ASKED,
 }
-Told = tuple[list[Collective], Memory]
+Recorded = tuple[list[Collective], Memory]
 # Its stream is twice as wide, and so is the storage of views that other tensors keep alive.
 MOVING = "yuriiformer"
 # The backward pass of mha2nd holds the most memory by far.
@@ -181,20 +181,20 @@ def config_of(world: int, overrides: list[str], base: list[str] = BASE) -> RunCo
     ).config
 
 
-def told(rank: Rank) -> Told:
+def recorded(rank: Rank) -> Recorded:
     return rank.trace.collectives, rank.peak.memory
 
 
-def rehearsed(cases: Cases) -> dict[str, list[Told]]:
+def rehearsed(cases: Cases) -> dict[str, list[Recorded]]:
     """Return case -> records of the first rank of each pipeline stage."""
     platform.import_megatron()
     return {
-        name: [told(rank) for rank in rehearse(config_of(*case), case[0], "cpu").ranks]
+        name: [recorded(rank) for rank in rehearse(config_of(*case), case[0], "cpu").ranks]
         for name, case in cases.items()
     }
 
 
-def real(cases: Cases) -> dict[str, Told]:
+def real(cases: Cases) -> dict[str, Recorded]:
     """Return case -> records of this rank."""
     from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
     from pretrain.run import make_engine
@@ -212,7 +212,7 @@ def real(cases: Cases) -> dict[str, Told]:
                 config.data.seq_length // config.parallel.context_parallel_size,
             )
             engine = make_engine(config, schedule)
-            found[name] = told(
+            found[name] = recorded(
                 recorded_steps(engine, recorder, micro_batches(length), schedule, world)
             )
             engine.close()
@@ -377,14 +377,14 @@ def planned_and_rehearsed(mixer: str) -> dict[str, tuple[int, int]]:
     platform.import_megatron()
     found = {}
     for size, (way, (world, more)) in itertools.product(LIKE, WAYS.items()):
-        told = rehearse(
+        recorded = rehearse(
             sized(size, *more, f"model.mixer={mixer}", "model.num_layers=8", world=world),
             world,
             "h100",
         )
-        for rank in told.ranks:
+        for rank in recorded.ranks:
             found[f"{size}, {way}, {rank.stage}"] = (
-                told.plan.memory[rank.stage].total,
+                recorded.plan.memory[rank.stage].total,
                 rank.peak.bytes,
             )
     return found

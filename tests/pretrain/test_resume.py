@@ -64,8 +64,8 @@ def groups_of(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_every_key_of_the_optimizer_is_changed_here() -> None:
     # Keys that other tests cover; from_step: test_fork.
-    otherwise_told = {"name", "warmup_tokens", "warmup_fraction", "decay_tokens", "from_step"}
-    assert {*CHANGED, *otherwise_told} == {field.name for field in fields(OptimizerConfig)}
+    reported_elsewhere = {"name", "warmup_tokens", "warmup_fraction", "decay_tokens", "from_step"}
+    assert {*CHANGED, *reported_elsewhere} == {field.name for field in fields(OptimizerConfig)}
     assert all(value != getattr(OptimizerConfig(), key) for key, value in CHANGED.items())
 
 
@@ -148,7 +148,7 @@ def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
     assert set(RULES) <= known
 
 
-def test_changes_are_told_and_recorded(pretrain: Command) -> None:
+def test_changes_are_reported_and_recorded(pretrain: Command) -> None:
     """Changes without effect on training are only recorded; without changes no message is
     printed.
     """
@@ -245,7 +245,7 @@ def test_a_field_added_since_counts_as_its_default() -> None:
     ] == [("old", TOLD)]
 
 
-def test_weights_alone_ask_for_the_same_model_and_nothing_more(
+def test_weights_alone_require_the_same_model_and_nothing_more(
     pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new run from step 1 that starts at the final loss of the old one."""
@@ -330,10 +330,10 @@ def test_a_checkpoint_of_another_kind_of_device_resumes(
 
     monkeypatch.setattr(Trainer, "_step", drawing)
     assert not train(written)
-    whole, wanted = drawn[:], losses(pretrain.run_dir)
+    full, wanted = drawn[:], losses(pretrain.run_dir)
     middle = pretrain.checkpoints / "step_00000002"
     manifest = json.loads((middle / MANIFEST).read_text())
-    assert manifest.pop("rng_device") == written and len(set(whole)) == 4
+    assert manifest.pop("rng_device") == written and len(set(full)) == 4
     other = {"cpu": "cuda", "cuda": "cpu"}[written]
     for kind, older in ((written, False), (other, False), (other, True), (written, True)):
         back_to(pretrain.run_dir, 2)
@@ -343,10 +343,10 @@ def test_a_checkpoint_of_another_kind_of_device_resumes(
         output = [line for line in pretrain.out.splitlines() if "random states" in line]
         assert losses(pretrain.run_dir) == wanted, "to the last bit"
         if kind == written:
-            assert (drawn, output, restored) == (whole[2:], [], kind == "cuda")
+            assert (drawn, output, restored) == (full[2:], [], kind == "cuda")
         else:
             line = (
                 f"random states are seeded from train.seed: {middle} was written on {written}, this"
                 f" run is on {kind}"
             )
-            assert (drawn, output, restored) == (whole[:2], [line], False)
+            assert (drawn, output, restored) == (full[:2], [line], False)

@@ -190,7 +190,7 @@ def test_a_start_passes_over_an_odd_manifest_and_refuses_a_newer_one(
     assert f"resumed from {step.with_name('step_00000001')} at step 1" in pretrain.out
 
 
-def test_odd_small_records_of_a_run_are_told_in_a_line_or_not_read(moved: Path) -> None:
+def test_odd_small_records_of_a_run_are_reported_in_a_line_or_not_read(moved: Path) -> None:
     fork = {"parent": "p", "checkpoint": "c", "step": 1, "order_begin": 0, "manifest_sha256": "x"}
     for what, record in mutated(fork):
         (moved / FORK).write_text(json.dumps(record))

@@ -329,8 +329,8 @@ def test_the_rate_through_random_changes_of_the_batch_size(
     assert curve[: top + 1] == sorted(curve[: top + 1])
     assert curve[top:] == sorted(curve[top:], reverse=True)
     assert curve[-1] == 1e-5 < curve[-2], "it ends at min_lr, and not earlier"
-    asked = train["steps"] if "steps" in train else -(-train["tokens"] // LENGTH)
-    assert len(curve) == asked if "steps" in train else consumed - batch < asked <= consumed
+    requested = train["steps"] if "steps" in train else -(-train["tokens"] // LENGTH)
+    assert len(curve) == requested if "steps" in train else consumed - batch < requested <= consumed
     if "warmup_steps" in optimizer:
         assert optimizer["warmup_steps"] == 0 or curve[optimizer["warmup_steps"] - 1] == 1e-3 > max(
             [0.0, *curve[: optimizer["warmup_steps"] - 1]]

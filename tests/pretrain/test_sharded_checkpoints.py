@@ -45,12 +45,12 @@ def test_boxes_are_the_range() -> None:
     dice = random.Random(0)
     for _ in range(300):
         shape = tuple(dice.randint(1, 6) for _ in range(dice.randint(0, 4)))
-        whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        start, end = sorted(dice.choices(range(whole.numel() + 1), k=2))
-        for largest in (whole.numel(), dice.randint(1, 7)):
+        full = torch.arange(torch.Size(shape).numel()).view(shape)
+        start, end = sorted(dice.choices(range(full.numel() + 1), k=2))
+        for largest in (full.numel(), dice.randint(1, 7)):
             found = list(boxes(shape, start, end, largest))
             cut = [
-                whole[
+                full[
                     tuple(
                         slice(begin, begin + length)
                         for begin, length in zip(offset, size, strict=True)
@@ -62,7 +62,7 @@ def test_boxes_are_the_range() -> None:
                 range(start, end)
             )
             assert all(box.numel() == 1 + int(box.max()) - int(box.min()) <= largest for box in cut)
-            assert largest < whole.numel() or len(found) <= max(1, 2 * len(shape) - 1)
+            assert largest < full.numel() or len(found) <= max(1, 2 * len(shape) - 1)
 
 
 # --- at any layout --------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ SIZES = {512: (15e6, 17e6), 1024: (60e6, 70e6)}  # hidden size -> limits of the 
         for sizes in ((2, 2, 512), (2, 2, 1024), (4, 4, 1024), (4, 2, 1024))
     ],
 )
-def test_a_save_takes_little_memory_beside_a_rank_s_own_part_and_a_load_reads_each_byte_once(
+def test_a_save_takes_little_memory_next_to_a_rank_s_own_part_and_a_load_reads_each_byte_once(
     tiny_data: Path, tmp_path: Path, ranks: int, writers: int, hidden: int
 ) -> None:
     """16 or 64 million parameters, 16 bytes each in fp32: weights and state. During the save each

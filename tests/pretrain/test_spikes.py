@@ -182,7 +182,7 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
 
 
 @pytest.mark.parametrize("blended", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_told(
+def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_reported(
     blended: bool,
     pretrain: Command,
     tiny_data: Path,
@@ -502,10 +502,10 @@ LAYOUTS = {
     "ZeRO-2, DP2, offload": [*deepspeed(2), "engine.offload_optimizer=true"],
     "ZeRO-3, TP2": deepspeed(3) + TP2,
 }
-Asked = list[tuple[float, float]]
+Calls = list[tuple[float, float]]
 
 
-def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
+def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Calls]:
     """Run ``python -m pretrain`` on this rank; return its exit code, and the (loss, norm) pairs
     that its guard judged.
 
@@ -513,10 +513,10 @@ def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
     """
     from pretrain.__main__ import main
 
-    asked: Asked = []
+    requested: Calls = []
 
     def found(self: Spikes, recent: Recent, loss: float, grad_norm: float) -> str | None:
-        asked.append((loss, grad_norm))
+        requested.append((loss, grad_norm))
         return "loss" if loss == bad else None
 
     def without(data: Any, first: int, *rest: Any) -> Iterator[Batch]:
@@ -529,7 +529,7 @@ def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
 
     Spikes.found = found  # type: ignore[method-assign]
     vars(trainer)["batches"] = without
-    return main([DEMO, *arguments]), asked
+    return main([DEMO, *arguments]), requested
 
 
 @pytest.mark.timeout(600)
@@ -548,10 +548,10 @@ def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(
     ) -> dict[int, tuple[float, float]]:
         output = tmp_path / f"{name}.out"
         answer(2, guarded, [*base, f"run_dir={tmp_path / name}"], bad, lost, output=output)
-        (code, asked), other = (
+        (code, requested), other = (
             pickle.loads(Path(f"{output}.{rank}.answer").read_bytes()) for rank in range(2)
         )
-        assert code == 0 and (code, asked) == other, "both ranks were asked the same"
+        assert code == 0 and (code, requested) == other, "both ranks were asked the same"
         return losses(tmp_path / name)
 
     plain = run("plain")

@@ -43,8 +43,8 @@ STAGED = (
 def test_no_document_comes_again_before_all_have_come() -> None:
     """Counts the documents that stages take from 50, through two and a half passes."""
     lengths = np.random.RandomState(0).randint(0, 40, 50)
-    whole = int(lengths.sum())
-    needs = [whole // 3, whole // 5, 0, whole, whole]
+    full = int(lengths.sum())
+    needs = [full // 3, full // 5, 0, full, full]
     taken = [stage_documents(lengths, needs[: n + 1], seed=7) for n in range(len(needs))]
     for need, documents in zip(needs, taken, strict=True):
         tokens = lengths[documents]

@@ -71,7 +71,7 @@ def expected(
     return losses(folder)
 
 
-class Heard:
+class Requests:
     """Record of the requested ranges of .bin files, in order."""
 
     def __init__(self, store: Store) -> None:
@@ -188,27 +188,27 @@ def damaged(prefix: Path) -> None:
 def test_the_losses_are_those_of_the_folder_whatever_is_kept(
     large: Path, tmp_path: Path, here: Store, expected: dict[int, tuple[float, float]]
 ) -> None:
-    heard, url, asked = Heard(here), here.upload(large), list[int]()
+    requests, url, requested = Requests(here), here.upload(large), list[int]()
     turns = [(HALF, None), (ALL, None), (ALL, damaged)]
-    for number, (room, damage) in enumerate(turns):
-        cache = tmp_path / room
+    for number, (cache_bytes, damage) in enumerate(turns):
+        cache = tmp_path / cache_bytes
         if damage:
             damage(Path(local_prefix(f"{url}/train", cache)))
-        heard.ranges.clear()
+        requests.ranges.clear()
         codes, output = train(
             here,
             tmp_path / f"run{number}",
             *data_of(url, "train"),
             *MANY,
-            room,
+            cache_bytes,
             f"data.store_cache={cache}",
         )
         assert codes == [0], output
         assert losses(tmp_path / f"run{number}") == expected
         # Without the requests for the manifest's sample.
-        asked.append(len(heard.ranges) - 64 * (number < 2))
-    half, whole, anew = asked
-    assert half > whole > 0 and anew > 0
+        requested.append(len(requests.ranges) - 64 * (number < 2))
+    half, full, anew = requested
+    assert half > full > 0 and anew > 0
 
 
 @pytest.mark.parametrize("gigabytes", [0.009, pytest.param(1.0, marks=pytest.mark.slow)])
@@ -226,17 +226,17 @@ def test_what_is_kept_stays_within_its_bound(
     ]
     config = load_run(DEMO, words)
     check_contents(check_data(config))
-    heard, size = Heard(here), len(content)
+    requests, size = Requests(here), len(content)
     (allowed,), count = shares([size], int(gigabytes * 1e9)), blocks_of(size)
     for _ in range(2):
-        heard.ranges.clear()
+        requests.ranges.clear()
         reader = StoreReader(config)
         parts = [(0, start, min(100_000, size - start)) for start in range(0, size, 100_000)]
         with reader.planning():
             assert all(reader.read(part) == bytes(part[2]) for part in parts)
         assert b"".join(map(reader.read, parts)) == content
-        assert not reader.asked and not reader.line
-        asked = sum(end - start for start, end in heard.ranges)
+        assert not reader.requested and not reader.line
+        requested = sum(end - start for start, end in requests.ranges)
         assert reader.read((0, 5, 70_000)) == content[5:70_005]  # a read outside the plan
         reader.close()
     kept = sum(
@@ -244,7 +244,7 @@ def test_what_is_kept_stays_within_its_bound(
         for number in range(count)
         if may_keep(number, allowed, count)
     )
-    assert asked == size - kept and abs(kept - allowed * BLOCK) < 4 * BLOCK
+    assert requested == size - kept and abs(kept - allowed * BLOCK) < 4 * BLOCK
     held = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("*/train.bin*"))
     assert kept <= held <= gigabytes * 1e9
     assert 0 < allowed < count or gigabytes == 1
@@ -256,7 +256,7 @@ def test_what_is_kept_stays_within_its_bound(
     reader.close()
 
 
-class Dying(Heard):
+class Dying(Requests):
     """A store that responds to a number of range requests, and again when ``noticed`` is true."""
 
     def __init__(self, store: Store, answers: int, noticed: Callable[[], bool]) -> None:
@@ -285,7 +285,7 @@ def test_a_store_may_be_away_for_a_while(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_its_store_died(
+def test_a_run_continues_where_its_store_died(
     large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]
 ) -> None:
     url = store.upload(large)
@@ -302,7 +302,7 @@ def test_a_run_goes_on_where_its_store_died(
     assert losses(tmp_path / "run") == expected
 
 
-def test_samples_are_asked_for_before_they_are_needed(
+def test_samples_are_requested_before_they_are_needed(
     large: Path, tmp_path: Path, here: Store
 ) -> None:
     """Sixteen micro-batches are loaded before the first is used, so a store that fails at that
@@ -326,14 +326,14 @@ def test_samples_are_asked_for_before_they_are_needed(
     url = here.upload(large)
     with megatron_of_one_process():
         (local, _), (stored, reader) = stream(large), stream(f"{url}")
-        heard = Heard(here)
+        requests = Requests(here)
         for number in range(17):
             here_now, there = next(local), next(stored)
             assert all(torch.equal(here_now[key], there[key]) for key in here_now)
             if not number:
                 assert len(reader.line) >= 17 * 2 - 4  # one range for most samples
                 end = time.monotonic() + 60
-                while len(heard.ranges) < len(reader.line):
+                while len(requests.ranges) < len(reader.line):
                     assert time.monotonic() < end
                     time.sleep(0.05)
                 time.sleep(0.3)
@@ -353,9 +353,9 @@ def test_index_plan_and_resume_know_urls(
     pretrain = Command([f"run_dir={tmp_path / 'run'}", *SMALL, *data_of(url), cache], capsys)
     assert "512" in pretrain("--plan")
     assert "the configuration and the data are right" in pretrain("--check")
-    heard = Heard(here)
+    requests = Requests(here)
     assert "built in" in pretrain("--index")
-    assert not heard.ranges
+    assert not requests.ranges
     assert "building it" not in pretrain()
     assert url in (tmp_path / "run/config.yaml").read_text()
     assert "resumed from" in pretrain("train.steps=14", *data_of(tiny_data))

@@ -22,12 +22,12 @@ from tests.pretrain.jobs import (
     TP2,
     Done,
     Job,
-    asked,
     deepspeed,
     engine_of,
     micro_batches,
     quick_or_slow,
     run_all,
+    values_of_cases,
 )
 from tests.pretrain.test_sharded_checkpoints import everything
 
@@ -90,9 +90,11 @@ def results(
         for steps in (2, 3)
     ]
     alone.append(job("plain", PLAIN))
-    noticed = asked(request, "test_training_does_not_notice", "name")
+    noticed = values_of_cases(request, "test_training_does_not_notice", "name")
     report = {
-        *asked(request, "test_every_layout_and_engine_tells_what_one_process_does", "name"),
+        *values_of_cases(
+            request, "test_every_layout_and_engine_reports_what_one_process_does", "name"
+        ),
         *noticed,
     }
     several = [job(name, more) for name, more in LAYOUTS.items() if name in report]
@@ -168,7 +170,7 @@ def test_they_are_the_checkpoints_in_float64(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick_or_slow(["plain", *LAYOUTS], QUICK))
-def test_every_layout_and_engine_tells_what_one_process_does(
+def test_every_layout_and_engine_reports_what_one_process_does(
     results: tuple[dict[str, Done], Path], name: str
 ) -> None:
     """Tolerance 1e-4 in fp32: other orders of summation, which Adam's first updates (near signs)
@@ -204,7 +206,7 @@ def test_training_does_not_notice(results: tuple[dict[str, Done], Path], name: s
 
 
 @pytest.mark.parametrize("engine", [[], PLAIN, deepspeed(2)], ids=["split", "plain", "deepspeed"])
-def test_of_a_step_that_is_not_finite_the_gradients_are_told_where_they_can_be(
+def test_of_a_step_that_is_not_finite_the_gradients_are_reported_where_they_can_be(
     settings: list[str], engine: list[str]
 ) -> None:
     with engine_of([*settings, *engine]) as made:

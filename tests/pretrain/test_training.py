@@ -32,7 +32,7 @@ from tests.pretrain.jobs import engine_of, micro_batches
 from tests.ranks import PATIENCE, ended, finished, losses, records
 
 
-def test_run_directory_tells_all(pretrain: Command) -> None:
+def test_run_directory_reports_all(pretrain: Command) -> None:
     pretrain("train.steps=4", "log.interval=2")
     folder = pretrain.run_dir
     again = load_run(folder / "config.yaml")
@@ -65,19 +65,19 @@ def test_run_directory_tells_all(pretrain: Command) -> None:
         assert word in line
 
 
-def test_of_documents_read_apart_both_rates_are_told(pretrain: Command) -> None:
+def test_of_documents_read_separately_both_rates_are_reported(pretrain: Command) -> None:
     """Rates by the lengths of documents, as in the plan, and dense; a run with joined documents
     reports one.
     """
-    apart = [
+    separate = [
         "train.steps=2",
         "optimizer.warmup_steps=1",
         "log.interval=1",
         "log.device=H100",
         "data.documents=separate",
     ]
-    pretrain(*apart)
-    prepared = prepare(load_run(DEMO, [*pretrain.settings, *apart]), 1)
+    pretrain(*separate)
+    prepared = prepare(load_run(DEMO, [*pretrain.settings, *separate]), 1)
     plan = make_plan(prepared.config, 1, prepared.facts)
     assert plan.part_lengths is not None
     assert plan.train_flops < plan.dense_flops == flops_per_token(prepared.config)
@@ -225,8 +225,8 @@ def test_a_step_that_is_not_finite_changes_nothing(
         assert empty.skipped and math.isnan(empty.loss) and math.isnan(empty.grad_norm)
         seen: list[float] = []
 
-        def unwanted(*told: float) -> bool:
-            seen.extend(told)
+        def unwanted(*numbers: float) -> bool:
+            seen.extend(numbers)
             return True
 
         refused = engine.train_step(micro_batches(32), 16, unwanted=unwanted)
@@ -287,7 +287,7 @@ def test_a_wrong_choice_of_kernels_ends_in_one_line_and_code_2(
     assert not pretrain.run_dir.exists()
 
 
-def test_a_run_says_which_kernels_run(settings: list[str], tmp_path: Path) -> None:
+def test_a_run_states_which_kernels_run(settings: list[str], tmp_path: Path) -> None:
     """Run a separate process, because the message is printed once per process."""
     out = finished(1, [DEMO, *settings, "train.steps=4"], tmp_path / "out")
     lines = [line for line in out.splitlines() if line.startswith("kernels: ")]
@@ -345,7 +345,7 @@ def test_the_eta_counts_the_pauses_left_and_no_step_twice(monkeypatch: pytest.Mo
     )
 
 
-def test_what_the_kernels_log_is_told_during_a_run_alone() -> None:
+def test_what_the_kernels_log_is_reported_during_a_run_alone() -> None:
     """Earlier trainings in this process do not write into later output."""
     report: list[str] = []
     log = logging.getLogger("kernels.of_a_test")

@@ -74,10 +74,10 @@ def reported_where_it_matters(found: list[Outcome]) -> None:
     """Check that every failure except harmless ones is reported. The second mkdir, Megatron's, is
     of a folder that the first has created.
     """
-    made = [one.told is not None for one in found if one.call == "mkdir"]
+    made = [one.error_message is not None for one in found if one.call == "mkdir"]
     assert made in ([], [True], [True, False])
     assert [
-        one for one in found if one.call != "mkdir" and (one.told is None) != harmless(one)
+        one for one in found if one.call != "mkdir" and (one.error_message is None) != harmless(one)
     ] == []
 
 
@@ -115,17 +115,17 @@ def test_every_call_may_fail_with_every_error(
         Plan(1, asynchronous, everything),
         *(Plan(1, asynchronous, {OTHERS: 1}, first) for first in range(1, 6)),
     ]
-    whole, *others = failing_saves(plans, folder, tmp_path / "faults.so")
-    for found in (whole, *others):
+    full, *others = failing_saves(plans, folder, tmp_path / "faults.so")
+    for found in (full, *others):
         reported_where_it_matters(found)
         in_order(calls(found))
     for name in ("__0_0.distcp", "__0_1.distcp"):
-        of_a_file_of_tensors([one for one in whole if name in one.path])
-    assert all(calls(found) == calls(others[0]) == calls(whole)[-len(found) :] for found in others)
+        of_a_file_of_tensors([one for one in full if name in one.path])
+    assert all(calls(found) == calls(others[0]) == calls(full)[-len(found) :] for found in others)
 
 
 @pytest.mark.slow
-def test_a_call_of_another_rank_that_fails_is_told_by_all(folder: Path, tmp_path: Path) -> None:
+def test_a_call_of_another_rank_that_fails_is_reported_by_all(folder: Path, tmp_path: Path) -> None:
     """Each call on rank 1's files of tensors: both ranks raise the same error, and neither waits
     forever for the other.
     """
@@ -134,4 +134,4 @@ def test_a_call_of_another_rank_that_fails_is_told_by_all(folder: Path, tmp_path
         reported_where_it_matters(found)
         of_a_file_of_tensors(found)
         # Rank 0 publishes and deletes the checkpoints.
-        assert all("(rank 1)" in (one.told or "") or harmless(one) for one in found[:-3])
+        assert all("(rank 1)" in (one.error_message or "") or harmless(one) for one in found[:-3])

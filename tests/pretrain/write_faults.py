@@ -78,7 +78,7 @@ class Outcome:
     call: str
     path: str
     error: int
-    told: str | None
+    error_message: str | None
 
 
 class Faults:
@@ -129,7 +129,7 @@ def outcomes(plan: Plan, folder: Path, overrides: list[str]) -> list[Outcome]:
                 step += 1
                 error = ERRORS[(plan.first + len(found)) % len(ERRORS)]
                 faults.arm(number, error, files)
-                report = saves.told(step, wait=number % 3)
+                report = saves.error_message(step, wait=number % 3)
                 call, path = faults.met()
                 outcome = Outcome(call.removesuffix("64"), path, error, report)
                 saves.check(outcome, step)
@@ -174,7 +174,7 @@ class Saves:
             self.checkpoints.close()
         self.checkpoints.complete(blocking=True)
 
-    def told(self, step: int, *, wait: int) -> str | None:
+    def error_message(self, step: int, *, wait: int) -> str | None:
         """Save and return the error message, equal on all ranks, or None."""
         import torch
 
@@ -192,7 +192,7 @@ class Saves:
         """Check that the save failed with one line of the file system's words and the old or new
         checkpoint is complete, or that the new one is.
         """
-        report, newest = outcome.told, self.newest()
+        report, newest = outcome.error_message, self.newest()
         assert newest in ((step - 1, step) if report else (step,)), outcome
         assert {*os.listdir(self.folder)} <= {
             "latest",

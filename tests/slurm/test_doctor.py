@@ -13,7 +13,7 @@ import pytest
 
 from launch.cluster import trial as doctor_trial
 from tests.launch import smi
-from tests.launch.test_doctor import Said, examined
+from tests.launch.test_doctor import Findings, examined
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.mini import MiniSlurm
 
@@ -21,7 +21,7 @@ PROFILE = (
     "scheduler: slurm\nnodes: {gpus: 0, cpus: 2}\nslurm: {partition: main}\nenvironment:"
     " {GLOO_SOCKET_IFNAME: lo}\n"
 )
-Examine = Callable[..., tuple[int, Said]]
+Examine = Callable[..., tuple[int, Findings]]
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def examine(
 ) -> Examine:
     """Run `doctor` against a cluster; return the exit code, and name -> (level, text)."""
 
-    def run(on: MiniSlurm, *options: str) -> tuple[int, Said]:
+    def run(on: MiniSlurm, *options: str) -> tuple[int, Findings]:
         monkeypatch.setenv("SLURM_CONF", on.environment["SLURM_CONF"])
         return examined(tmp_path, capsys, PROFILE, *options)
 
@@ -57,8 +57,10 @@ def queued(cluster: MiniSlurm) -> list[str]:
     ).stdout.split()
 
 
-def failed(said: Said) -> list[str]:
-    return [name for name, lines in said.items() for level, _ in lines if level == "FAILED"]
+def failed(failed_checks: Findings) -> list[str]:
+    return [
+        name for name, lines in failed_checks.items() for level, _ in lines if level == "FAILED"
+    ]
 
 
 def test_a_sound_cluster_passes_and_nothing_is_left(
@@ -85,7 +87,7 @@ def test_a_sound_cluster_passes_and_nothing_is_left(
     ) == [] and "launch-doctor" not in queued(cluster)
 
 
-def test_what_slurm_would_refuse_is_said_without_a_job(
+def test_what_slurm_would_refuse_is_reported_without_a_job(
     examine: Examine, cluster: MiniSlurm
 ) -> None:
     for options, name, report in (

@@ -87,10 +87,10 @@ class Submitted(Case):
     def completed(self, *outcomes: str) -> None:
         """Wait for the successful end of the run and check the outcomes of its attempts."""
         self.cluster.wait(self.id, "COMPLETED", timeout=240)
-        assert self.outcomes == list(outcomes), self.said
+        assert self.outcomes == list(outcomes), self.output
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Output of the batch script."""
         return "".join(
             path.read_text() for path in launch_folder(self.directory).glob("slurm-*.out")
@@ -140,7 +140,7 @@ def test_the_time_limit_and_a_preemption_save_and_requeue(
     assert cluster.job(case.id)["Restarts"] == "2" and case.attempts[2]["restart_count"] == 2
 
 
-def test_ranks_that_are_told_to_end_by_slurm_alone_have_saved(
+def test_ranks_that_are_signalled_to_end_by_slurm_alone_have_saved(
     cluster: MiniSlurm, tmp_path: Path
 ) -> None:
     """Preemption without a user signal: the tasks of the step get TERM, torchrun fails, the ranks
@@ -221,7 +221,7 @@ def test_a_node_that_no_other_can_stand_in_for_is_kept(cluster: MiniSlurm, tmp_p
     case.completed("failed", "failed", "finished")
     assert (
         case.attempts[1]["decision"]["exclude"] == ["node1"]
-        and "too few nodes are left without node1" in case.said
+        and "too few nodes are left without node1" in case.output
     )
     assert (
         case.attempts[2]["nodes"] == ["node1"] and cluster.job(case.id)["ExcNodeList"] == "(null)"
@@ -280,7 +280,7 @@ def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(
     cluster.wait(case.id, "COMPLETED", timeout=300)
     assert (
         not {"node2", head} & set(case.attempts[-1]["nodes"]) and case.outcomes[-1] == "finished"
-    ), case.said
+    ), case.output
 
 
 @pytest.mark.slow
@@ -308,5 +308,5 @@ def test_twenty_random_kills(cluster: MiniSlurm, tmp_path: Path) -> None:
     cluster.wait(case.id, "COMPLETED", timeout=600)
     starts = [attempt["checkpoint_start"] or 0 for attempt in case.attempts]
     assert starts == sorted(starts) and case.outcomes[-1] == "finished" and len(starts) > 10, (
-        case.said
+        case.output
     )

@@ -137,8 +137,8 @@ def test_a_change_of_the_code_does_not_reach_a_job(login: Login) -> None:
     snapshot.
     """
     checkout = login.folder / "checkout"
-    for room in ("fem_common", "launch", "data_prep"):
-        shutil.copytree(ROOT / room, checkout / room)
+    for subfolder in ("fem_common", "launch", "data_prep"):
+        shutil.copytree(ROOT / subfolder, checkout / subfolder)
     job = login.submit(*HELD, *HELP, root=checkout)
     (checkout / "data_prep" / "__main__.py").write_text("raise SystemExit(1)\n")
     login.cluster.run("scontrol", "release", job)
@@ -254,7 +254,7 @@ def test_an_array_starts_what_is_left(login: Login) -> None:
     assert [line["items"] for line in sent] == [[0, 1, 2], [1]]
 
 
-def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
+def test_a_chain_continues_while_all_ends_well(login: Login) -> None:
     """An array, a job that follows its directory, and a run without data, which is accepted because
     another job may create it.
     """
@@ -430,8 +430,12 @@ def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> No
         for node in slurm.all_nodes()
     }
     assert nodes == dict.fromkeys(("node1", "node2"), (8, 8, 16000, ("main", "urgent")))
-    asked = slurm.job_fields(held)
-    assert (asked["MinMemoryNode"], slurm.number(asked["NumNodes"]), asked["Partition"]) == (
+    requested = slurm.job_fields(held)
+    assert (
+        requested["MinMemoryNode"],
+        slurm.number(requested["NumNodes"]),
+        requested["Partition"],
+    ) == (
         "10M",
         1,
         "main",

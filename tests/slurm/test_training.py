@@ -38,7 +38,7 @@ def cluster() -> Iterator[MiniSlurm]:
         yield running
 
 
-def test_a_run_that_is_preempted_killed_and_cancelled_goes_on_each_time_and_tells_no_secret(
+def test_a_run_that_is_preempted_killed_and_cancelled_continues_each_time_and_prints_no_secret(
     cluster: MiniSlurm, tmp_path: Path, tiny_data: Path
 ) -> None:
     """A higher partition preempts it; then its supervisor is killed; then a user cancels it with

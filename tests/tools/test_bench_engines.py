@@ -51,7 +51,7 @@ def measured(*seconds: float, peak: int = 100) -> Round:
     return Round(seconds, peak, None, 6.5)
 
 
-def test_variants_differ_in_the_engine_alone_and_what_cannot_run_says_why(
+def test_variants_differ_in_the_engine_alone_and_what_cannot_run_reports_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs = {name: configuration(replace(JOB, variant=name)) for name in VARIANTS}
@@ -82,7 +82,7 @@ def test_variants_differ_in_the_engine_alone_and_what_cannot_run_says_why(
     )
 
 
-def test_rounds_take_turns_and_go_on_without_what_fails(
+def test_rounds_take_turns_and_continue_without_what_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started, fails = list[str](), {"stage1"}
@@ -198,14 +198,14 @@ def launched(
         script.write_text(RANKS.format(python=sys.executable, seconds=list(seconds)))
         script.chmod(0o755)
 
-        def say(line: str) -> None:
+        def log(line: str) -> None:
             output.append(line)
             clock[0] += 1000.0 * (ends in line)
 
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", str(script))
             try:
-                return launch(JOB, say=say, logs=LOG.parent, **given), output
+                return launch(JOB, log=log, logs=LOG.parent, **given), output
             except CannotRun as error:
                 return str(error), output
 

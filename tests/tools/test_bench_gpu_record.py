@@ -97,13 +97,13 @@ def test_a_record_cut_anywhere_gives_a_report(
     """Every prefix of the file is a record, except for an incomplete last line; a kill leaves such
     a prefix.
     """
-    whole = Record(tmp_path / "whole")
-    whole.folder.mkdir()
+    full = Record(tmp_path / "whole")
+    full.folder.mkdir()
     planned, _ = tasks(("correctness",), ("aft_read",), None)
-    whole.begin({**SESSION, "planned": [each.name for each in planned]})
+    full.begin({**SESSION, "planned": [each.name for each in planned]})
     for outcome in [*(checked(1e-6, each) for each in planned), *measured()]:
-        whole.add(outcome)
-    content, draw = (whole.folder / FILE).read_bytes(), random.Random(0)
+        full.add(outcome)
+    content, draw = (full.folder / FILE).read_bytes(), random.Random(0)
     begin = content.index(b"\n") + 1
     for cut in [begin, *(draw.randrange(begin, len(content)) for _ in range(10)), len(content)]:
         (tmp_path / FILE).write_bytes(content[:cut])
@@ -126,9 +126,9 @@ def test_the_whole_suite_killed_at_ten_moments_ends_with_every_outcome(tmp_path:
     """The tasks are small but complete, including the trainer's runs. The times of the kills are
     random, and no process remains.
     """
-    asked_for, draw = ["--dry", "--minutes", "20"], random.Random(time.time_ns())
+    requested, draw = ["--dry", "--minutes", "20"], random.Random(time.time_ns())
     for number in range(10):
-        with started(*asked_for, "--resume" if number else "--out", str(tmp_path)) as process:
+        with started(*requested, "--resume" if number else "--out", str(tmp_path)) as process:
             until(lambda: process.poll() is not None or (tmp_path / FILE).exists())
             time.sleep(draw.uniform(0.0, 20.0))
             process.send_signal(draw.choice([signal.SIGKILL, signal.SIGTERM]))
@@ -137,7 +137,7 @@ def test_the_whole_suite_killed_at_ten_moments_ends_with_every_outcome(tmp_path:
             command("--report", str(tmp_path)), cwd=ROOT, check=True, capture_output=True
         )
     done = subprocess.run(
-        command(*asked_for, "--resume", str(tmp_path)), cwd=ROOT, capture_output=True, text=True
+        command(*requested, "--resume", str(tmp_path)), cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     record = Record.read(tmp_path)
@@ -207,20 +207,20 @@ def measured() -> list[Outcome]:
     for tokens, ours in ((4096, 2.2e-3), (8192, 4.4e-3)):
         size = WORKLOADS["fem_attention"].size(tokens, plan.TOKENS_A_CALL)
         for how, part in (("auto", 1), ("cudnn", 1), ("flash", 2)):
-            asked_for = task(
+            requested = task(
                 "op",
                 f"{how}, {tokens}",
                 workload="fem_attention",
                 implementation=how,
                 size=asdict(size),
             )
-            found.append(Outcome(asked_for, timed(part * ours)))
+            found.append(Outcome(requested, timed(part * ours)))
         for engine, seconds in (("cudnn", tokens / 4096 * 2e-3), ("flash", tokens / 4096 * 5e-3)):
             baseline = f"attention: SDPA {engine}"
-            asked_for = task(
+            requested = task(
                 "baseline", f"{baseline}, {tokens}", baseline=baseline, size=asdict(size.wider(2))
             )
-            found.append(Outcome(asked_for, timed(seconds)))
+            found.append(Outcome(requested, timed(seconds)))
     models = (
         ("1.3B", "Transformer", 0.1),
         ("1.3B", "FEM-SM, C L T G", 0.12),
@@ -235,10 +235,10 @@ def measured() -> list[Outcome]:
             "parameters": 1,
             "batch": 2,
         }
-        asked_for = task(
+        requested = task(
             "model", f"{scale} {variant}", scale=scale, variant=variant, batch=2, recompute=False
         )
-        found.append(Outcome(asked_for, {**cost, "recompute": False}))
+        found.append(Outcome(requested, {**cost, "recompute": False}))
     # FEM has other FLOPs.
     for name, mfu, seconds in (("transformer_1.3b", 0.42, 1.0), ("fem_sm_1.3b", 0.4, 1.05)):
         figures = Figures(

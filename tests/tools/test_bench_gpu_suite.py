@@ -38,7 +38,7 @@ def task(kind: str, name: str = "", **arguments: Any) -> Task:
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def test_the_most_important_comes_first_and_all_can_be_said_in_json() -> None:
+def test_the_most_important_comes_first_and_all_can_be_reported_in_json() -> None:
     planned, cannot = tasks(PARTS, (), None)
     assert cannot == {} and [task.rank for task in planned] == sorted(task.rank for task in planned)
     assert len({task.name for task in planned}) == len(planned)
@@ -78,9 +78,9 @@ def test_the_most_important_comes_first_and_all_can_be_said_in_json() -> None:
 
 
 def test_each_phase_has_its_share_and_what_an_absent_one_leaves_goes_to_the_others() -> None:
-    whole = phases(tasks(PARTS, (), None)[0], 480)
-    assert [phase.together for phase in whole] == [True] + [False] * len(plan.SHARES)
-    ends = [phase.until for phase in whole]
+    full = phases(tasks(PARTS, (), None)[0], 480)
+    assert [phase.together for phase in full] == [True] + [False] * len(plan.SHARES)
+    ends = [phase.until for phase in full]
     assert (
         ends == sorted(ends)
         and ends[0] == pytest.approx(0.4 * 480)
@@ -128,7 +128,7 @@ def test_parts_and_operations_can_be_chosen_and_what_a_machine_cannot_run_is_nam
 SIZE = asdict(Size(1, 16, 2, 16, 8))
 
 
-def asked(kind: str, **arguments: Any) -> tuple[dict[str, Any], bool]:
+def answer_of(kind: str, **arguments: Any) -> tuple[dict[str, Any], bool]:
     return worker.answer(json.dumps({"kind": kind, "arguments": arguments}))
 
 
@@ -165,7 +165,7 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, drawn = list[Job](), list[str]()
 
     # test_bench_engines.py starts real ranks.
-    def launched(job: Job, *, say: Any) -> Round:
+    def launched(job: Job, *, log: Any) -> Round:
         jobs.append(job)
         return Round((1.0, 3.0), 7, (5,), 6.0)
 
@@ -175,7 +175,7 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(worker, "launch", launched)
     monkeypatch.setattr(worker, "expect", expected)
-    found = {kind: asked(kind, **arguments) for kind, arguments in kinds.items()}
+    found = {kind: answer_of(kind, **arguments) for kind, arguments in kinds.items()}
     assert all(sane for _, sane in found.values())
     results = {
         kind: json.loads(json.dumps(answer))["result"] for kind, (answer, _) in found.items()
@@ -196,11 +196,11 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_machine_refuses_is_a_gap_and_a_large_model_is_tried_smaller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert asked("baseline", baseline="attention: SDPA cudnn", size=SIZE) == (
+    assert answer_of("baseline", baseline="attention: SDPA cudnn", size=SIZE) == (
         {"gap": "ValueError: no GPU"},
         True,
     )
-    assert asked("op", workload="none", implementation="auto", size=SIZE) == (
+    assert answer_of("op", workload="none", implementation="auto", size=SIZE) == (
         {"gap": "KeyError: 'none'"},
         True,
     )
@@ -214,7 +214,7 @@ def test_what_a_machine_refuses_is_a_gap_and_a_large_model_is_tried_smaller(
 
     monkeypatch.setattr(worker, "train_step", full)
     model = {"scale": "1.3B", "variant": "Transformer", "batch": 4, "recompute": False}
-    assert asked("model", **model) == ({"gap": OUT_OF_MEMORY}, True) and tries == [
+    assert answer_of("model", **model) == ({"gap": OUT_OF_MEMORY}, True) and tries == [
         (4, False),
         (2, False),
         (2, True),
@@ -323,20 +323,20 @@ def test_what_does_not_fit_into_the_time_is_left_out(
     assert clock.limit(planned[0], 60) == 8.0  # never after the end of all tasks
 
 
-def test_what_lacks_memory_beside_others_is_tried_alone(
+def test_what_lacks_memory_next_to_others_is_tried_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked_for = list[str]()
+    requested = list[str]()
 
     def answer(worker: Worker, task: Task) -> dict[str, Any]:
-        asked_for.append(task.name)
-        full = task.name == "1" and asked_for.count("1") == 1
+        requested.append(task.name)
+        full = task.name == "1" and requested.count("1") == 1
         return {"gap": OUT_OF_MEMORY} if full else {"result": 0}
 
     clock = answering(monkeypatch, answer, 0.1)
     planned = [Task("op", str(number), {}, 0, 1) for number in range(4)]
     outcomes, left_out = performed(planned, [Worker(tmp_path), Worker(tmp_path)], clock)
-    assert left_out == [] and asked_for.count("1") == 2 and outcomes[-1].task.name == "1"
+    assert left_out == [] and requested.count("1") == 2 and outcomes[-1].task.name == "1"
     assert all(outcome.gap is None for outcome in outcomes) and len(outcomes) == 4
 
 

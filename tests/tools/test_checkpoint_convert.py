@@ -116,7 +116,7 @@ def plain(
 fp32_alone = pytest.mark.parametrize("plain", ["fp32"], indirect=True)
 
 
-def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
+def test_the_distributed_optimizer_continues_where_the_plain_one_was_and_back(
     plain: Run,
     base: list[str],
     tmp_path: Path,
@@ -155,7 +155,7 @@ def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
 
 
 @fp32_alone
-def test_deepspeed_goes_on_where_megatron_was_and_back(
+def test_deepspeed_continues_where_megatron_was_and_back(
     plain: Run, base: list[str], tmp_path: Path
 ) -> None:
     """Starts from the plain optimizer; then DeepSpeed's file of the same step is converted to each

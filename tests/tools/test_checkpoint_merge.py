@@ -96,7 +96,7 @@ def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engi
 
 
 @pytest.mark.slow
-def test_nothing_but_the_average_is_told(runs: Path, tmp_path: Path) -> None:
+def test_nothing_but_the_average_is_reported(runs: Path, tmp_path: Path) -> None:
     """Run a separate process, in which Megatron-core would warn about packages that are not
     needed.
     """

@@ -240,7 +240,7 @@ def test_a_command_is_printed_as_typed_and_its_output_shown(
 
 
 @pytest.mark.parametrize(
-    ("command", "limit", "told"),
+    ("command", "limit", "expected"),
     [
         (["sh", "-c", "exit 3"], 120.0, "^encoding: the command above failed: exit code 3$"),
         (["./nowhere"], 120.0, "nowhere cannot be started: No such file"),
@@ -249,10 +249,10 @@ def test_a_command_is_printed_as_typed_and_its_output_shown(
     ],
 )
 def test_a_failed_command_is_one_line_that_names_it(
-    shell: Shell, command: list[str], limit: float, told: str
+    shell: Shell, command: list[str], limit: float, expected: str
 ) -> None:
     pids = list[int]()
-    with pytest.raises(DemoError, match=told):
+    with pytest.raises(DemoError, match=expected):
         shell.run(command, "encoding", limit, watch=pids.append)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 

@@ -99,8 +99,8 @@ def test_wrong_input_is_one_line(
         refused(main, "tools.diagnose", tmp_path, *arguments)
     raised(first_tokens, tmp_path / "none", 8)
     # Tokens continue across documents.
-    whole = np.fromfile(tiny_data / "valid.bin", dtype=np.uint16)
-    np.testing.assert_array_equal(first_tokens(tiny_data / "valid", 1000), whole[:1000])
-    assert len(first_tokens(tiny_data / "valid", 10**9)) == len(whole)
+    full = np.fromfile(tiny_data / "valid.bin", dtype=np.uint16)
+    np.testing.assert_array_equal(first_tokens(tiny_data / "valid", 1000), full[:1000])
+    assert len(first_tokens(tiny_data / "valid", 10**9)) == len(full)
     assert data_of_run({"train": [{"prefix": "t"}], "valid": [{"prefix": "v"}]}) == Path("v")
     assert data_of_run({"train": [{"prefix": "t"}], "valid": []}) == Path("t")

@@ -79,7 +79,7 @@ def test_the_modelled_mfu_is_within_fifteen_points_of_what_others_have_published
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_layouts_of_others_are_ranked_as_the_page_says(name: str) -> None:
+def test_the_layouts_of_others_are_ranked_as_the_page_states(name: str) -> None:
     gpus, sizes, _ = PUBLISHED[name]
     config = config_of(gpus, **sizes)  # type: ignore[arg-type]
 
@@ -279,7 +279,7 @@ def test_the_best_is_written_as_a_part_that_a_run_takes(
     assert "train.global_batch_size = 8 is not a multiple" in capsys.readouterr().err
 
 
-def test_the_part_and_what_it_says_beside_are_the_layout(
+def test_the_part_and_the_overrides_printed_with_it_are_the_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = tmp_path / "best.yaml"
@@ -291,9 +291,9 @@ def test_the_part_and_what_it_says_beside_are_the_layout(
     ]
     assert main([RUN, *small, "--gpus", "16", "--out", str(part)]) == 0
     output = capsys.readouterr().out
-    beside = output.splitlines()[-1].partition("; with ")[2].split()
-    assert f"# With {' '.join(beside)}." in part.read_text(encoding="utf-8")
-    taken = load_run(RUN, [*small[:-1], f"parallel={part}", *beside])
+    extra = output.splitlines()[-1].partition("; with ")[2].split()
+    assert f"# With {' '.join(extra)}." in part.read_text(encoding="utf-8")
+    taken = load_run(RUN, [*small[:-1], f"parallel={part}", *extra])
     validate(taken, 16)
     best = output.splitlines()[2]
     assert (
@@ -305,7 +305,7 @@ def test_the_part_and_what_it_says_beside_are_the_layout(
     )
 
 
-def test_what_nothing_is_known_of_is_refused_and_what_is_assumed_is_said(
+def test_what_nothing_is_known_of_is_refused_and_what_is_assumed_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([RUN, *SMALL, "model.mixer=fla.GatedLinearAttention", "--gpus", "4"]) == 2

@@ -87,14 +87,14 @@ def trained(outcome: Outcome, file: Path, task: Task | None = None) -> Results:
 @pytest.mark.parametrize("noise", [0.0, mad.NOISE])
 def test_recall_asks_for_what_followed_the_key_before(noise: float) -> None:
     inputs, targets = mad.recall(200, 64, generator(), training=False, noise=noise)
-    whole = torch.cat((inputs, targets[:, -1:]), 1).view(200, 32, 2)
-    for tokens, asked in zip(
-        whole.tolist(),
+    full = torch.cat((inputs, targets[:, -1:]), 1).view(200, 32, 2)
+    for tokens, requested in zip(
+        full.tolist(),
         torch.cat((torch.full((200, 1), IGNORED), targets), 1).view(200, 32, 2).tolist(),
         strict=True,
     ):
         known: dict[int, int] = {}
-        for (key, value), (nothing, answer) in zip(tokens, asked, strict=True):
+        for (key, value), (nothing, answer) in zip(tokens, requested, strict=True):
             assert nothing == IGNORED and answer == (known.get(key, IGNORED))
             if key < 8:
                 assert known.setdefault(key, value) == value and 8 <= value < 16
@@ -102,7 +102,7 @@ def test_recall_asks_for_what_followed_the_key_before(noise: float) -> None:
                 assert key >= 16 <= value
         assert answer != IGNORED
     # 31 of 32 pairs may be noise; the standard deviation of the binomial is 0.005.
-    assert abs(float((whole[..., 0] >= 16).double().mean()) - noise * 30 / 32) < 0.02
+    assert abs(float((full[..., 0] >= 16).double().mean()) - noise * 30 / 32) < 0.02
     same, every = mad.recall(200, 64, generator(), training=True, noise=noise)
     assert torch.equal(same, inputs) and torch.equal(every[:, :-1], inputs[:, 1:])
 
@@ -110,12 +110,14 @@ def test_recall_asks_for_what_followed_the_key_before(noise: float) -> None:
 def test_fuzzy_recall_ends_with_a_pair_that_stood_before() -> None:
     inputs, targets = mad.fuzzy_recall(200, 64, generator(), training=False)
     lengths = set()
-    for tokens, asked in zip(
+    for tokens, requested in zip(
         torch.cat((inputs, targets[:, -1:]), 1).tolist(), targets.tolist(), strict=True
     ):
-        answer = next(n for n in itertools.count() if n == len(asked) or asked[-n - 1] == IGNORED)
+        answer = next(
+            n for n in itertools.count() if n == len(requested) or requested[-n - 1] == IGNORED
+        )
         pair = tokens[-(mad.MOTIF + answer) :]
-        assert asked[-answer:] == pair[mad.MOTIF :] and len({*pair}) == len(pair)
+        assert requested[-answer:] == pair[mad.MOTIF :] and len({*pair}) == len(pair)
         assert max(pair[: mad.MOTIF]) < 7 <= min(pair[mad.MOTIF :]) and max(pair) < 15
         before = tokens[: -len(pair)]
         assert any(before[i : i + len(pair)] == pair for i in range(len(before)))
@@ -144,8 +146,8 @@ def test_memorization_selective_copying_and_compression() -> None:
     again = zip(others[:, ::2].flatten().tolist(), same[:, 1::2].flatten().tolist(), strict=True)
     assert all(learned.get(key, value) == value for key, value in again)
 
-    tokens, asked = mad.selective_copying(50, 64, generator())
-    for row, answer in zip(tokens.tolist(), asked.tolist(), strict=True):
+    tokens, requested = mad.selective_copying(50, 64, generator())
+    for row, answer in zip(tokens.tolist(), requested.tolist(), strict=True):
         assert [token for token in row[:59] if token != 14] == answer[-4:] and row[59:] == [
             15,
             14,
@@ -155,9 +157,9 @@ def test_memorization_selective_copying_and_compression() -> None:
         ]
         assert answer[:-4] == [IGNORED] * 60
 
-    tokens, asked = mad.compression(50, 32, generator())
+    tokens, requested = mad.compression(50, 32, generator())
     assert (
-        torch.equal(tokens, asked)
+        torch.equal(tokens, requested)
         and (tokens[:, -1] == 15).all()
         and set(tokens[:, :-1].flatten().tolist()) == set(range(15))
     )
@@ -259,17 +261,17 @@ def test_energies_fall_where_steps_are_small(
             assert found[name] == sorted(found[name], reverse=name in falling), name
 
 
-def test_forecasts_never_see_what_they_are_asked_for() -> None:
+def test_forecasts_never_see_what_they_predict() -> None:
     size = tiny("fem-forecast", train=0, test=0, length=32).size
     training, validation, test = forecast.windows("synthetic 96", size)
-    whole = forecast.series("synthetic")
-    whole = (whole - whole[:2880].mean(0)) / whole[:2880].std(0)
+    full = forecast.series("synthetic")
+    full = (full - full[:2880].mean(0)) / full[:2880].std(0)
     for (inputs, targets), begin, end in (
         (training, 0, 2880),
         (validation, 2848, 3840),
         (test, 3808, 4800),
     ):
-        first, last = whole[begin : begin + 128], whole[end - 96 : end]
+        first, last = full[begin : begin + 128], full[end - 96 : end]
         assert torch.equal(torch.cat((inputs[:7], targets[:7]), 1), first.T) and torch.equal(
             targets[-7:], last.T
         )
@@ -330,7 +332,7 @@ def test_language_data_are_of_three_parts() -> None:
     "name",
     [pytest.param(name, marks=pytest.mark.slow if n % 3 else []) for n, name in enumerate(TINY)],
 )
-def test_every_experiment_trains_and_goes_on(
+def test_every_experiment_trains_and_continues(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # Sudoku's boards are stored below runs
@@ -345,8 +347,8 @@ def test_every_experiment_trains_and_goes_on(
         for key in ("loss", "validation", experiment.metric)
     )
     # A kill in the middle of the last line loses only that trial.
-    whole = file.read_text()
-    file.write_text(whole[:-20])
+    full = file.read_text()
+    file.write_text(full[:-20])
     assert len(read_results(file)) == len(results) - 1
     again = trained(outcome, file)
     assert read_results(file) == again and again.keys() == results.keys()

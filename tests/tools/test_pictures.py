@@ -45,9 +45,12 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
                 left, top = picture.width // 2 - 20, picture.height // 2 - 20
                 picture.paste((label * 100,) * 3, (left, top, left + 40, top + 40))
                 (picture.convert("L") if n == 1 else picture).save(folder / f"{n}.png")
-    (inputs, targets), (_, validation), (test, asked) = images.divided(images.FILES, size, 0)
-    assert (len(targets), len(validation), len(asked)) == (10, 2, 6)
-    for made, labels in ((inputs[torch.arange(10)], targets), (torch.cat([*test.split(4)]), asked)):
+    (inputs, targets), (_, validation), (test, requested) = images.divided(images.FILES, size, 0)
+    assert (len(targets), len(validation), len(requested)) == (10, 2, 6)
+    for made, labels in (
+        (inputs[torch.arange(10)], targets),
+        (torch.cat([*test.split(4)]), requested),
+    ):
         assert made.shape[1:] == (3, 32, 32)
         # The square of 40 pixels is resized to 36.6, of which 32 are kept; bicubic edges extend two
         # pixels inwards.
@@ -62,7 +65,7 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
     assert math.isfinite(record["loss"]) and {"accuracy", "twice_accuracy"} <= {*record}
     # The same pictures from parquet files, as on the Hub.
     every = torch.arange(10)
-    whole, asked = inputs[every], test[every[:3]]
+    full, requested = inputs[every], test[every[:3]]
     kept = folder.parents[1].rename(tmp_path / "files")
     folder.parents[1].mkdir()
     for part, kind in (("train", "train"), ("val", "validation")):
@@ -77,9 +80,9 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
         )
     (again, numbers), *_, (last, _) = images.divided(images.FILES, size, 0)
     assert (
-        torch.equal(again[every], whole)
+        torch.equal(again[every], full)
         and torch.equal(numbers, targets)
-        and torch.equal(last[:3][every[:3]], asked)
+        and torch.equal(last[:3][every[:3]], requested)
     )
     monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 4, 16))
     with pytest.raises(UserError, match="3 classes from 0 to 2; expected 4 from 0 on"):
@@ -127,10 +130,10 @@ def test_cifar_is_read_from_a_folder(
     else:
         for part, rows in parts.items():
             rows.to_parquet(folder / f"{part}-00000-of-00001.parquet")
-    whole, classes, first = images.images("CIFAR-100")
-    assert whole.shape == (18, 3, 32, 32) and first == 12
-    assert torch.equal(((whole[:, 0, 0, 0] + 1) * 127.5).round(), classes * 100.0)
-    assert sorted(((whole[:12, 2, 5, 5] + 1) * 127.5).round().tolist()) == list(range(12))
+    full, classes, first = images.images("CIFAR-100")
+    assert full.shape == (18, 3, 32, 32) and first == 12
+    assert torch.equal(((full[:, 0, 0, 0] + 1) * 127.5).round(), classes * 100.0)
+    assert sorted(((full[:12, 2, 5, 5] + 1) * 127.5).round().tolist()) == list(range(12))
     monkeypatch.setitem(images.CASES, "CIFAR-100", (32, 3, 100, 8))
     with pytest.raises(UserError, match="CIFAR-100: 3 classes from 0 to 2; expected 100 from 0 on"):
         images.images("CIFAR-100")
@@ -160,7 +163,7 @@ def test_cifar_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         images.images("CIFAR-10")
 
 
-def test_what_is_hidden_is_not_seen_and_alone_is_asked_for() -> None:
+def test_what_is_hidden_is_not_seen_and_alone_is_requested() -> None:
     drawn = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
     for training, least, most in ((True, 1, 6), (False, 6, 6)):  # 40 % of 16 patches
         inputs, targets = masked.examples(drawn, 1, training=training)

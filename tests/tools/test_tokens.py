@@ -36,20 +36,20 @@ from tools.tokens.steps import Steps, read_run
 
 __all__ = ["pretrain_command", "refused", "settings", "tiny_data"]
 
-Say = Callable[..., list[dict[str, Any]]]
+Rows = Callable[..., list[dict[str, Any]]]
 STEPS, BATCH, LENGTH = 20, 4, 32
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
+def rows_of(capsys: pytest.CaptureFixture[str]) -> Rows:
     """Output of ``tools.tokens ... --json``."""
 
-    def said(*arguments: object) -> list[dict[str, Any]]:
+    def run_tool(*arguments: object) -> list[dict[str, Any]]:
         capsys.readouterr()
         assert main([*map(str, arguments), "--json"]) == 0
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
-    return said
+    return run_tool
 
 
 def write_data(folder: Path, name: str, seed: int) -> Path:
@@ -147,7 +147,7 @@ QUICK = [(2, "stream"), (1, "best_fit")]
     ],
 )
 def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_back(
-    tmp_path: Path, say: Say, sources: int, packing: str
+    tmp_path: Path, rows_of: Rows, sources: int, packing: str
 ) -> None:
     """Over the boundaries of epochs: 80 samples of data with 28."""
     prefixes = [
@@ -155,7 +155,7 @@ def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_ba
         for seed, name in enumerate(("one", "two")[:sources])
     ]
     dataset = begin(tmp_path / "run", prefixes, packing)
-    steps = [say(tmp_path / "run", "--step", step) for step in range(1, STEPS + 1)]
+    steps = [rows_of(tmp_path / "run", "--step", step) for step in range(1, STEPS + 1)]
     assert [sorted({row["sample"] for row in rows}) for rows in steps] == [
         list(range(4 * n, 4 * n + 4)) for n in range(STEPS)
     ]
@@ -165,46 +165,46 @@ def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_ba
     ] and not any(row["seen"] for row in rows)
     read = tokens_of(rows)
     assert list(read) == list(range(STEPS * BATCH))
-    whole = [dataset[sample]["tokens"].tolist() for sample in read]
+    full = [dataset[sample]["tokens"].tolist() for sample in read]
     assert all(
         tokens == text[: len(tokens)] and not any(text[len(tokens) :])
-        for tokens, text in zip(read.values(), whole, strict=True)
+        for tokens, text in zip(read.values(), full, strict=True)
     )
     assert packing == "best_fit" or all(len(tokens) == LENGTH for tokens in read.values())
     assert {row["source"] for row in rows} == set(map(str, prefixes))
     by_sample = {sample: list(group) for sample, group in groupby(rows, lambda row: row["sample"])}
-    assert say(tmp_path / "run", "--sample", 33) == by_sample[33]
+    assert rows_of(tmp_path / "run", "--sample", 33) == by_sample[33]
 
     def where(**wanted: object) -> list[dict[str, Any]]:
         return [row for row in rows if wanted.items() <= row.items()]
 
     for number in range(72)[:: 6 if (sources, packing) in QUICK else 1]:
-        assert say(tmp_path / "run", "--document", number) == where(document=number)
+        assert rows_of(tmp_path / "run", "--document", number) == where(document=number)
     for name in ("one-1", "one-70", "two-3")[: 1 + sources]:
-        found = say(tmp_path / "run", "--find", name)
+        found = rows_of(tmp_path / "run", "--find", name)
         assert (
             found
             and found == where(id=name)
             and {(row["source"], row["document"]) for row in found}
             == {(str(tmp_path / name[:3] / "train"), int(name[4:]))}
         )
-    shared = say(tmp_path / "run", "--find", "shared\nid")
-    assert shared == say(tmp_path / "run", "--find", r"shared\nid") == where(document=0)
+    shared = rows_of(tmp_path / "run", "--find", "shared\nid")
+    assert shared == rows_of(tmp_path / "run", "--find", r"shared\nid") == where(document=0)
     assert shared and {row["id"] for row in shared} == {r"shared\nid"}
 
 
 @pytest.mark.usefixtures("groups")
 def test_without_the_data_numbers_stand_and_another_runs_cache_is_not_taken(
-    tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, rows_of: Rows, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = write_data(tmp_path / "one", "one", 0)
     begin(tmp_path / "run", [prefix])
-    whole = say(tmp_path / "run", "--step", 3)
+    full = rows_of(tmp_path / "run", "--step", 3)
     begin(tmp_path / "other", [write_data(tmp_path / "two", "two", 1)])
     for cache in (tmp_path / "other" / "index_cache").iterdir():
         if cache.is_dir():
             cache.rename(tmp_path / "run" / "index_cache" / cache.name)
-    assert say(tmp_path / "run", "--step", 3) == whole
+    assert rows_of(tmp_path / "run", "--step", 3) == full
     index = prefix.with_suffix(".idx")
     for anew in (False, True):
         index.unlink(missing_ok=True)
@@ -214,7 +214,7 @@ def test_without_the_data_numbers_stand_and_another_runs_cache_is_not_taken(
         out, err = capsys.readouterr()
         rows = [json.loads(line) for line in out.splitlines()]
         assert err.count("\n") == 1 and str(index) in err
-        for sample, group in groupby(zip(rows, whole, strict=True), lambda pair: pair[0]["sample"]):
+        for sample, group in groupby(zip(rows, full, strict=True), lambda pair: pair[0]["sample"]):
             *inner, (last, output) = group
             assert last == {**output, "id": None} and sample == output["sample"]
             assert all(row == {**output, "id": None, "to": None} for row, output in inner)
@@ -247,31 +247,31 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def test_of_a_run_whose_batch_changed(
-    pretrain_command: Command, tiny_data: Path, say: Say, read: list[list[int]]
+    pretrain_command: Command, tiny_data: Path, rows_of: Rows, read: list[list[int]]
 ) -> None:
     """All steps together equal the samples that the loop read: 6 steps of 4, then of 8."""
     pretrain_command("train.steps=6")
     pretrain_command("train.steps=9", "train.global_batch_size=8")
-    steps = [say(pretrain_command.run_dir, "--step", step) for step in range(1, 10)]
+    steps = [rows_of(pretrain_command.run_dir, "--step", step) for step in range(1, 10)]
     assert [len({row["sample"] for row in rows}) for rows in steps] == [4] * 6 + [8] * 3
     rows = [row for step in steps for row in step]
     assert list(tokens_of(rows).values()) == read and all(row["seen"] for row in rows)
     for row in rows[:: len(rows) // 9]:
         ids = lines_at(tiny_data / "train.ids", [row["document"]])
         assert row["id"] == ids[row["document"]].rstrip() and row["id"].startswith("doc-")
-        assert row in say(pretrain_command.run_dir, "--find", row["id"])
+        assert row in rows_of(pretrain_command.run_dir, "--find", row["id"])
 
 
 @pytest.mark.parametrize("packing", ["stream", pytest.param("best_fit", marks=pytest.mark.slow)])
 def test_of_stages_each_with_its_own_order(
-    pretrain_command: Command, say: Say, read: list[list[int]], refused: Refused, packing: str
+    pretrain_command: Command, rows_of: Rows, read: list[list[int]], refused: Refused, packing: str
 ) -> None:
     """Three stages with two lengths; best_fit's last tokens are padding. The result does not depend
     on checkpoints.
     """
     pretrain_command(*STAGED, f"data.packing={packing}")
     run = pretrain_command.run_dir
-    rows = [row for step in range(1, 11) for row in say(run, "--step", step)]
+    rows = [row for step in range(1, 11) for row in rows_of(run, "--step", step)]
     samples = list(dict.fromkeys(row["sample"] for row in rows))
     assert samples == [
         f"{stage}:{n}"
@@ -285,15 +285,17 @@ def test_of_stages_each_with_its_own_order(
     )
     assert all(row["seen"] for row in rows)
     for row in rows[:: len(rows) // 6]:
-        assert row in say(run, "--sample", row["sample"]) and row in say(run, "--find", row["id"])
+        assert row in rows_of(run, "--sample", row["sample"]) and row in rows_of(
+            run, "--find", row["id"]
+        )
     for words in (("--step", 11), ("--sample", "main:16"), ("--sample", 3)):
         refused(main, "tools.tokens", run, *words)
     shutil.rmtree(run / "checkpoints")
-    assert [row for step in range(1, 11) for row in say(run, "--step", step)] == rows
+    assert [row for step in range(1, 11) for row in rows_of(run, "--step", step)] == rows
 
 
 def test_of_a_fork_with_an_order_of_its_own(
-    pretrain_command: Command, say: Say, read: list[list[int]], tmp_path: Path
+    pretrain_command: Command, rows_of: Rows, read: list[list[int]], tmp_path: Path
 ) -> None:
     """A fork of the fork continues in that order."""
     pretrain_command("train.steps=4")
@@ -308,7 +310,7 @@ def test_of_a_fork_with_an_order_of_its_own(
     pretrain_command("train.steps=9", "--fork", str(grandchild), config=str(child))
     for anew in (False, True):
         runs = {5: child, 6: child, 7: child, 8: grandchild, 9: grandchild}
-        rows = [row for step, run in runs.items() for row in say(run, "--step", step)]
+        rows = [row for step, run in runs.items() for row in rows_of(run, "--step", step)]
         assert list(dict.fromkeys(row["sample"] for row in rows)) == list(range(20))
         assert list(tokens_of(rows).values()) == read[start:]
         for run in () if anew else (child, grandchild):
@@ -330,7 +332,7 @@ def test_of_a_run_of_tokens_whose_batch_changed(pretrain_command: Command) -> No
     assert record.steps.points == [(0, 0), (6, 24), (8, 40), (9, 48)] and record.order_samples == 48
 
 
-def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(
+def test_where_nothing_states_when_the_batch_changed_no_step_is_made_up(
     pretrain_command: Command, refused: Refused
 ) -> None:
     run_dir = pretrain_command.run_dir

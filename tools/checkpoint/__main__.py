@@ -112,14 +112,14 @@ def _parser() -> Parser:
     _add_places(verb)
     verb.add_argument(
         "--interval",
-        type=_whole,
+        type=_positive_integer,
         default=1,
         metavar="STEPS",
         help="send only checkpoints of steps divisible by N; the last one is always sent",
     )
     verb.add_argument(
         "--keep-last",
-        type=_whole,
+        type=_positive_integer,
         metavar="N",
         help="number of checkpoints kept in the mirror (default: all)",
     )
@@ -169,7 +169,7 @@ def _add_merge(verbs: Any) -> None:
     verb.add_argument("checkpoints", type=Path, nargs="*", metavar="CHECKPOINT", help=CHECKPOINT)
     verb.add_argument(
         "--last",
-        type=_whole,
+        type=_positive_integer,
         metavar="N",
         help="average the newest N valid checkpoints of a run instead of named ones",
     )
@@ -215,7 +215,7 @@ def _add_places(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def _whole(text: str) -> int:
+def _positive_integer(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1 on")
     return int(text)

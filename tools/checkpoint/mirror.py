@@ -32,7 +32,7 @@ import xxhash
 
 from fem_common.errors import ConfigError, StorageError, convert_os_errors
 from fem_common.files import locked, sync_file, write_atomically
-from fem_common.stores import kind_of, open_store, said, until_it_works
+from fem_common.stores import kind_of, message_of, open_store, until_it_works
 from pretrain.checkpoint.folder import (
     HASHES,
     MANIFEST,
@@ -390,7 +390,7 @@ def verify_mirror(url: str) -> bool:
     except ConfigError:
         raise
     except Exception as error:  # the file systems of fsspec share no base class of errors
-        raise kind_of(error)(f"{url} cannot be read: {said(error)}") from None
+        raise kind_of(error)(f"{url} cannot be read: {message_of(error)}") from None
     return good
 
 

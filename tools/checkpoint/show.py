@@ -214,26 +214,26 @@ def _below(folder: Path) -> list[Path]:
     )
 
 
-def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) -> bool:
-    """Check one folder with ``look``, print progress and result, and return True without faults.
+def _verified(folder: Path, check: Callable[[Callable[[int], None]], list[str]]) -> bool:
+    """Check one folder with ``check``, print progress and result, and return True without faults.
 
-    look: function that takes a callback for the number of bytes read and returns the faults.
+    check: function that takes a callback for the number of bytes read and returns the faults.
     """
     files = [path for path in folder.iterdir() if path.is_file()]
-    total, read, told = sum(path.stat().st_size for path in files), 0, time.monotonic()
+    total, read, last_report = sum(path.stat().st_size for path in files), 0, time.monotonic()
 
     def advance(count: int) -> None:
-        nonlocal read, told
+        nonlocal read, last_report
         read += count
-        if time.monotonic() - told > WORD_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - last_report > WORD_SECONDS:
+            last_report = time.monotonic()
             print(
                 f"{folder}: {read / 2**30:.1f} of {total / 2**30:.1f} GiB",
                 file=sys.stderr,
                 flush=True,
             )
 
-    faults = look(advance)
+    faults = check(advance)
     for fault in faults:
         print(f"{folder}: damaged: {fault}")
     if not faults:

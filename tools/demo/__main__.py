@@ -20,7 +20,7 @@ from fem_common.text import aligned
 from pretrain.config import load_run
 from tools.demo import pages, report, steps
 from tools.demo.report import History
-from tools.demo.shell import DemoError, Shell, say
+from tools.demo.shell import DemoError, Shell, print_now
 
 ROOT = Path(__file__).resolve().parents[2]
 # One thread per rank, since the ranks already use all cores. The demo needs no network.
@@ -67,14 +67,16 @@ def _demo(out: Path, settings: list[str], readme: bool) -> None:
     if readme:
         pages.check(ROOT, settings)
     demo = steps.Demo(Shell(ROOT, ENVIRONMENT), out, config, tuple(settings))
-    say(f"$ cd {ROOT}" if Path.cwd() != ROOT else f"in {ROOT}")
-    say("$ export " + " ".join(f"{key}={value}" for key, value in ENVIRONMENT.items()))
+    print_now(f"$ cd {ROOT}" if Path.cwd() != ROOT else f"in {ROOT}")
+    print_now("$ export " + " ".join(f"{key}={value}" for key, value in ENVIRONMENT.items()))
     found = steps.run(demo)
     _publish(found, demo)
     if readme:
         demo.evaluate()
         pages.write(ROOT, demo.out, found)
-        say(f"rewritten: {', '.join(pages.PAGES.values())}, docs/demo.png, docs/evaluation.png")
+        print_now(
+            f"rewritten: {', '.join(pages.PAGES.values())}, docs/demo.png, docs/evaluation.png"
+        )
 
 
 def _publish(found: dict[str, Any], demo: steps.Demo) -> None:
@@ -88,9 +90,9 @@ def _publish(found: dict[str, Any], demo: steps.Demo) -> None:
     times = [f"{name} {report.minutes(value)}" for name, value in found["seconds"].items()]
     heads = ["", "nats per token", "bits per byte", "parameters", "tokens/s"]
     lines = aligned([heads, *report.rows(found)], left=(0,))
-    say("\n".join(["", *lines, "", fill(report.conditions(found), 100)]))
-    say(f"\ntime: {', '.join(times)}")
-    say(
+    print_now("\n".join(["", *lines, "", fill(report.conditions(found), 100)]))
+    print_now(f"\ntime: {', '.join(times)}")
+    print_now(
         f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, "
         f"the model in {demo.path('hf', 'fem')}"
     )

@@ -53,7 +53,7 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
     models, run, entropy = found["models"], found["run"], found["unigram"]["heldout_entropy"]
     curves = (("transformer", transformer, TRANSFORMER, "s"), ("fem", fem, FEM, "o"))
     for key, history, colour, marker in curves:
-        name, whole = NAMES[key], models[key]["heldout_nats_per_token"]
+        name, full = NAMES[key], models[key]["heldout_nats_per_token"]
         steps, losses = np.array(list(history.losses().items())).T
         axes.plot(steps, losses, color=colour, alpha=0.22, linewidth=0.8)
         smoothed = smooth(losses, max(1.0, fem.last_step / 40))
@@ -61,10 +61,10 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
         axes.plot(steps, smoothed, color=colour, linewidth=1.9, label=label)
         line_style = {"linestyle": "", "marker": marker, "color": colour, "markersize": 8}
         where, values = np.reshape(history.validations, (-1, 2)).T
-        label = f"{name}, held-out: a sample (open: the whole split, {whole:.3f})"
+        label = f"{name}, held-out: a sample (open: the whole split, {full:.3f})"
         axes.plot(where, values, label=label, **line_style)
         # Slightly to the right of the last step, so that it does not cover the sample's markers.
-        axes.plot(1.02 * steps[-1], whole, markerfacecolor="white", **line_style)
+        axes.plot(1.02 * steps[-1], full, markerfacecolor="white", **line_style)
     label = f"unigram entropy of the held-out text, {entropy:.2f}"
     axes.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":", label=label)
     label = "FEM stopped by SIGTERM (TP 2 × PP 2, 4 ranks), resumed at DP 2"

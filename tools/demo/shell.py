@@ -31,7 +31,7 @@ class DemoError(Fault):
     """Failure of a step of the demo; the message is one line."""
 
 
-def say(text: str = "") -> None:
+def print_now(text: str = "") -> None:
     """Print and flush, so that the lines of the demo and of its commands stay in order."""
     print(text, flush=True)
 
@@ -83,7 +83,7 @@ class Shell:
                 for what, command in commands.items()
             ]
         for end, lines in zip(ends, outputs.values(), strict=True):
-            say("\n".join(lines))
+            print_now("\n".join(lines))
             end.result()
 
     def run(
@@ -92,7 +92,7 @@ class Shell:
         what: str,
         limit: float,
         watch: Callable[[int], None] | None = None,
-        output: Callable[[str], object] = say,
+        output: Callable[[str], object] = print_now,
     ) -> None:
         """Print ``$ command``, run it and print its output indented.
 

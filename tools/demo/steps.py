@@ -16,7 +16,7 @@ from typing import Any
 from pretrain.config import RunConfig
 from tools.demo import report
 from tools.demo.report import NAMES, History, checkpoint_step, largest_difference
-from tools.demo.shell import DemoError, Shell, say, terminate_children
+from tools.demo.shell import DemoError, Shell, print_now, terminate_children
 
 VOCABULARY = 4096
 STOPPED_LAYOUT = "TP 2 x PP 2 with sequence parallelism, 4 ranks"
@@ -124,7 +124,7 @@ class Demo:
 
         def watch(torchrun: int) -> None:
             if not signalled and History.read(self.out / name).last_step >= after:
-                say(f"  $ pkill -TERM -P {torchrun}")
+                print_now(f"  $ pkill -TERM -P {torchrun}")
                 signalled.append(torchrun)
                 terminate_children(torchrun)
 
@@ -165,12 +165,12 @@ class Demo:
 
     def pretrain_until_sigterm(self) -> None:
         """Train FEM on four ranks and stop it before its end."""
-        say(
+        print_now(
             f"  layout: {STOPPED_LAYOUT}; SIGTERM to the workers about step {self._stop_step} "
             f"of {self.config.train.steps}"
         )
         self.stopped_at = self.pretrain_and_stop("pretraining", "fem", self._stop_step)
-        say(f"  stopped by SIGTERM, exit code 0, checkpoint of step {self.stopped_at}")
+        print_now(f"  stopped by SIGTERM, exit code 0, checkpoint of step {self.stopped_at}")
 
     @property
     def _stop_step(self) -> int:
@@ -182,12 +182,14 @@ class Demo:
         They are compared with the losses of a copy that continues with the old layout for a few
         steps.
         """
-        say(f"  first a copy continues at the old layout ({STOPPED_LAYOUT}), to compare with:")
+        print_now(
+            f"  first a copy continues at the old layout ({STOPPED_LAYOUT}), to compare with:"
+        )
         self.run("copying the run", "cp", "-r", self.path("fem"), self.path("fem_same_layout"))
         self.pretrain_and_stop(
             "continuing the copy", "fem_same_layout", self.stopped_at + COMPARED_STEPS
         )
-        say(f"  now the run itself, at another layout ({RESUMED_LAYOUT}), to its end:")
+        print_now(f"  now the run itself, at another layout ({RESUMED_LAYOUT}), to its end:")
         self.pretrain("resuming", "fem", 2, DISTRIBUTED)
         resumed, copy = (
             History.read(self.out / name).part(after=self.stopped_at)
@@ -199,20 +201,22 @@ class Demo:
             )
         new, old = resumed.losses(), copy.losses()
         steps, difference = self.resume = largest_difference(new, old)
-        say(f"  the next {steps} losses at both layouts:")
+        print_now(f"  the next {steps} losses at both layouts:")
         for step in sorted(new.keys() & old.keys()):
-            say(
+            print_now(
                 f"    step {step}: {old[step]:.7f} at the old layout, "
                 f"{new[step]:.7f} at the new one"
             )
-        say(f"  largest relative difference {difference:.1e} (allowed {RESUME_TOLERANCE:.0e})")
+        print_now(
+            f"  largest relative difference {difference:.1e} (allowed {RESUME_TOLERANCE:.0e})"
+        )
         if difference > RESUME_TOLERANCE:
             raise DemoError(
                 f"resuming: the losses after the resume differ by {difference:.1e} "
                 "from those without it"
             )
         self.run("naming the model", "ln", "-s", "fem/checkpoints", self.path("checkpoints"))
-        say(f"  every tool now accepts {self.shell.shown(self.out)} as this model")
+        print_now(f"  every tool now accepts {self.shell.shown(self.out)} as this model")
 
     def twin(self) -> None:
         """Train the Transformer with the same budget and the same layout as the resumed run."""
@@ -347,7 +351,7 @@ def run(demo: Demo) -> dict[str, Any]:
     )
     for number, (name, purpose, step) in enumerate(steps, 1):
         begun = time.monotonic()
-        say(
+        print_now(
             f"\n[{number}/{len(steps)}] {name}: {purpose}   "
             f"({report.minutes(begun - started)} since the start)"
         )

@@ -42,12 +42,12 @@ def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -
     overlap. A token attends only to its predecessors in the same window, as in training.
     """
     ids = torch.from_numpy(tokens.astype(np.int64))
-    whole = (len(ids) - 1) // length
-    inputs = ids[: whole * length].view(whole, length)
-    targets = ids[1 : whole * length + 1].view(whole, length)
-    pieces = [(inputs[i : i + batch], targets[i : i + batch]) for i in range(0, whole, batch)]
-    if whole * length < len(ids) - 1:
-        pieces.append((ids[None, whole * length : -1], ids[None, whole * length + 1 :]))
+    full = (len(ids) - 1) // length
+    inputs = ids[: full * length].view(full, length)
+    targets = ids[1 : full * length + 1].view(full, length)
+    pieces = [(inputs[i : i + batch], targets[i : i + batch]) for i in range(0, full, batch)]
+    if full * length < len(ids) - 1:
+        pieces.append((ids[None, full * length : -1], ids[None, full * length + 1 :]))
     total = 0.0
     with torch.no_grad():
         for piece, wanted in pieces:
@@ -82,8 +82,8 @@ def sample(model: Any, tokenizer: Any) -> tuple[str, float, float]:
     )
     seconds = time.monotonic() - started
     with torch.no_grad():
-        whole = model(input_ids=answer.sequences[:, :-1], use_cache=False).logits[:, -NEW_TOKENS:]
-    difference = float((torch.stack(answer.logits, dim=1) - whole).abs().max())
+        full = model(input_ids=answer.sequences[:, :-1], use_cache=False).logits[:, -NEW_TOKENS:]
+    difference = float((torch.stack(answer.logits, dim=1) - full).abs().max())
     return str(tokenizer.decode(answer.sequences[0], skip_special_tokens=True)), seconds, difference
 
 

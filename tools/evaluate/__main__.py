@@ -214,29 +214,29 @@ def _ask(
     keyed = [run.Model(name, path, fingerprint(path, given.tokenizer)) for name, path in models]
     plan = run.plan(suite, keyed, out, settings, tasks, given.retry)
     total = plan.done + len(plan.jobs)
-    _say(f"{suite.name}: {plan.done} of {total} tasks have results in {out}")
+    _log(f"{suite.name}: {plan.done} of {total} tasks have results in {out}")
     if given.dry_run:
         print("".join(f"{job.model.name}: {job.columns[0].task}\n" for job in plan.jobs), end="")
         return 0
     if given.limit is not None:
-        _say(f"--limit {given.limit}: scores of a part of the examples, not of the complete tasks")
+        _log(f"--limit {given.limit}: scores of a part of the examples, not of the complete tasks")
     runner = run.Runner(
         out, tasks, settings, given.device, given.tokenizer, given.batch_size, sys.stderr
     )
     runner.run(plan)
     for line in runner.skipped:
-        _say(f"skipped: {line}")
+        _log(f"skipped: {line}")
     if any(out.glob("*/*.json")):
         report(out, suite)
     for line in runner.failed:
-        _say(f"failed: {line}")
+        _log(f"failed: {line}")
     if not runner.failed:
         return 0
-    _say("tools.evaluate: some tasks failed; the same command evaluates them again")
+    _log("tools.evaluate: some tasks failed; the same command evaluates them again")
     return Exit.FAULT
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr)
 
 

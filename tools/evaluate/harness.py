@@ -306,7 +306,7 @@ class Adaptor(HFLM):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Answered:
     """Scores of one task. Dictionaries have the names of the task and, for a group, of its members.
 
     scores: name -> its metrics. counts: name -> number of examples. chance: name -> score of
@@ -325,7 +325,7 @@ class Asked:
 
 def ask(
     adaptor: Adaptor, tasks: Tasks, column: SuiteTask, limit: int | None, seed: int | None
-) -> Asked:
+) -> Answered:
     """Evaluate the model on one task; a group is evaluated with all its members.
 
     column: the task. limit: number of examples per member; None: all. seed: for the order of
@@ -352,7 +352,7 @@ def ask(
     leaves = [leaf.name for leaf in tasks.leaves[column.task]]
     versions = sorted({str(found["versions"][leaf]) for leaf in leaves})
     chance = {leaf: guessing(loaded["tasks"][leaf]) for leaf in leaves}
-    return Asked(
+    return Answered(
         scores={name: numbers(found["results"][name]) for name in [column.task, *leaves]},
         counts={leaf: found["n-samples"][leaf]["effective"] for leaf in leaves},
         chance={leaf: share for leaf, share in chance.items() if share is not None},

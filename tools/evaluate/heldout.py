@@ -175,7 +175,7 @@ class Text:
     starts: npt.NDArray[np.int64]
     eod: int | None
     vocab_size: int | None
-    whole_bytes: int | None
+    total_bytes: int | None
     tokenizer: Path | None
 
     @property
@@ -198,7 +198,7 @@ class Text:
         sizes = np.diff(starts)
         firsts = self.starts[order[: len(sizes)]]
         taken = [self.ids[i : i + size] for i, size in zip(firsts, sizes, strict=True)]
-        return replace(self, ids=np.concatenate(taken), starts=starts, whole_bytes=None)
+        return replace(self, ids=np.concatenate(taken), starts=starts, total_bytes=None)
 
     def text_bytes(self, tokenizer: Any | None) -> int | None:
         """Return the number of UTF-8 bytes of all documents; None if it cannot be determined.
@@ -207,8 +207,8 @@ class Text:
         The result is then exact if the tokenizer reproduces the original text (byte-level BPE); if
         a document is truncated within a character, only its complete characters count.
         """
-        if self.whole_bytes is not None or tokenizer is None:
-            return self.whole_bytes
+        if self.total_bytes is not None or tokenizer is None:
+            return self.total_bytes
         return sum(self._decoded_bytes(start, end, tokenizer) for start, end in self.spans())
 
     def _decoded_bytes(self, start: int, end: int, tokenizer: Any) -> int:

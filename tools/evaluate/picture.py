@@ -46,8 +46,8 @@ def scores(table: Table) -> Any:
     if len(table.rows) > 1:
         models = f"{len(table.rows)} models"
         best = "; vermilion: best by more than the standard error of a difference"
-    said = f"{title}, {models}: score ± one standard error; dashed: guessing{best}"
-    figure.suptitle(said, x=0.01, ha="left", fontsize=10.5)
+    title_text = f"{title}, {models}: score ± one standard error; dashed: guessing{best}"
+    figure.suptitle(title_text, x=0.01, ha="left", fontsize=10.5)
     parts = figure.subfigures(len(groups), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part, (name, columns), count in zip(parts, groups, lines, strict=True):
         if name:
@@ -80,10 +80,10 @@ def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, nam
             continue
         value, error = result.score.value, result.score.stderr or 0.0
         colour, quiet = (BEST, BEST) if index == ahead else (OTHER, QUIET)
-        look = {"color": colour, "marker": "o", "markersize": 4.5, "linewidth": 1.3}
-        axes.errorbar(value, place, xerr=error, **look)
-        look = {"transform": axes.get_yaxis_transform(), "fontsize": 7.5, "va": "center"}
-        axes.text(1.02, place, str(printed(value)), color=quiet, **look)
+        style = {"color": colour, "marker": "o", "markersize": 4.5, "linewidth": 1.3}
+        axes.errorbar(value, place, xerr=error, **style)
+        style = {"transform": axes.get_yaxis_transform(), "fontsize": 7.5, "va": "center"}
+        axes.text(1.02, place, str(printed(value)), color=quiet, **style)
         low.append(value - error)
         high.append(value + error)
     negative = any(result and result.score.value < 0 for result in cells)
@@ -102,7 +102,7 @@ def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, nam
     lower = "" if column.higher_is_better else ", lower is better"
     axes.set_title(f"{column.label}\n", loc="left", fontsize=9)
     under = {"xycoords": "axes fraction", "xytext": (0, 4), "textcoords": "offset points"}
-    axes.annotate(column.asked + lower, (0.0, 1.0), fontsize=7.5, color=QUIET, **under)
+    axes.annotate(column.settings_text + lower, (0.0, 1.0), fontsize=7.5, color=QUIET, **under)
 
 
 def _limits(

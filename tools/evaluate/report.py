@@ -68,7 +68,10 @@ def markdown(table: Table) -> str:
 def _scores(table: Table) -> str:
     heads = [
         "Model",
-        *(f"{_escaped(column.label)}<br>{_escaped(column.asked)}" for column in table.columns),
+        *(
+            f"{_escaped(column.label)}<br>{_escaped(column.settings_text)}"
+            for column in table.columns
+        ),
     ]
     rows = [[_escaped(row.model)] for row in table.rows]
     for column in table.columns:
@@ -196,7 +199,7 @@ def _grid(table: Table) -> list[list[str]]:
         elif grid:
             grid.append(empty)
         for column in columns:
-            cells = [f"{column.label} ({column.asked})"]
+            cells = [f"{column.label} ({column.settings_text})"]
             for result, mark in zip(table.cells(column), table.marks(column), strict=True):
                 score = number(result.score if result else None).replace(" ", "")
                 cells.append(score + ("*" if mark == 1 else " "))

@@ -199,7 +199,7 @@ def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> 
         write_atomically(file, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
-def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
+def harness_result(column: SuiteTask, requested: Any) -> dict[str, Any]:
     """Return the content of a result file for one column, except the names of the model.
 
     The scores are those of the column's task, as returned by ``harness.ask``.
@@ -208,19 +208,19 @@ def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
         ConfigError: the task does not have the metric of the column.
     """
     metric = column.metric if "," in column.metric else f"{column.metric},none"
-    scores = asked.scores[column.task]
+    scores = requested.scores[column.task]
     if metric not in scores:
         given = sorted(key.removesuffix(",none") for key in scores if "_stderr," not in key)
         raise ConfigError(f"{column.task} gave no {column.metric}; it gave {', '.join(given)}")
     error = metric.replace(",", "_stderr,", 1)
-    parts = {name: count for name, count in asked.counts.items() if name != column.task}
+    parts = {name: count for name, count in requested.counts.items() if name != column.task}
     chances = {
         name: column.subtask_chance.get(
-            name, asked.chance.get(name) if column.chance is None else column.chance
+            name, requested.chance.get(name) if column.chance is None else column.chance
         )
         for name in parts
     }
-    total = sum(asked.counts.values())
+    total = sum(requested.counts.values())
     return {
         "format": FORMAT,
         "task": column.name,
@@ -235,22 +235,22 @@ def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
             if column.chance is not None
             else _weighted(chances, parts)
             if parts
-            else asked.chance.get(column.task)
+            else requested.chance.get(column.task)
         ),
         "subtasks": {
             name: {
-                "value": asked.scores[name][metric],
-                "stderr": asked.scores[name].get(error),
+                "value": requested.scores[name][metric],
+                "stderr": requested.scores[name].get(error),
                 "n": count,
                 "chance": chances[name],
             }
             for name, count in parts.items()
         },
         "n": total,
-        "fewshot": asked.fewshot,
-        "version": asked.version,
-        "truncated": asked.truncated,
-        "requests": asked.requests,
+        "fewshot": requested.fewshot,
+        "version": requested.version,
+        "truncated": requested.truncated,
+        "requests": requested.requests,
     }
 
 

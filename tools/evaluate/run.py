@@ -161,7 +161,7 @@ class Runner:
         dtype = None if self.settings.dtype is None else getattr(torch, self.settings.dtype)
         opened = open_model(model.path, dtype=dtype, device=self.device, tokenizer=self.tokenizer)
         self._opened = replace(opened, name=model.name)
-        self._say(
+        self._log(
             f"{model.name}: {opened.kind} {opened.source},"
             f" {str(opened.dtype).removeprefix('torch.')} on {opened.model.device.type}"
         )
@@ -182,7 +182,7 @@ class Runner:
                 trace.parent.mkdir(parents=True, exist_ok=True)
                 trace.write_text(traceback.format_exc(), encoding="utf-8")
             self.failed.append(f"{job.title}: {said}{where}")
-            self._say(f"{count} {job.title}: FAILED: {said}")
+            self._log(f"{count} {job.title}: FAILED: {said}")
             return
         trace.unlink(missing_ok=True)
         for column, content in zip(job.columns, contents, strict=False):
@@ -194,7 +194,7 @@ class Runner:
             }
             results.write(self.out, job.model.name, column, content)
             error_bar = "" if content["stderr"] is None else f" ± {content['stderr']:.4f}"
-            self._say(
+            self._log(
                 f"{count} {job.model.name} {column.label}: {column.metric}"
                 f" {content['value']:.4f}{error_bar}{_cut(content)}"
             )
@@ -224,8 +224,8 @@ class Runner:
         with self._answers(job, count) as answers, answers.progress:
             self._adaptor.keep_in(answers)
             limit, seed = self.settings.limit, self.settings.seed
-            asked = ask(self._adaptor, self.tasks, job.columns[0], limit, seed)
-        return [results.harness_result(column, asked) for column in job.columns]
+            requested = ask(self._adaptor, self.tasks, job.columns[0], limit, seed)
+        return [results.harness_result(column, requested) for column in job.columns]
 
     def _heldout(self, job: Job) -> list[dict[str, Any]]:
         from .perplexity import heldout_data, heldout_result
@@ -249,7 +249,7 @@ class Runner:
             )
         ]
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         self.stream.write(f"{line}\n")
         self.stream.flush()
 

@@ -51,7 +51,7 @@ class Column:
     rescaled: bool
 
     @property
-    def asked(self) -> str:
+    def settings_text(self) -> str:
         """Metric and few-shot count as text, shown below the heading."""
         metric = "nats/token" if self.metric == HELDOUT else self.metric.replace(",none", "")
         return metric if self.fewshot is None else f"{metric}, {self.fewshot}-shot"
@@ -273,11 +273,11 @@ def build(results: Sequence[Result], suite: Suite | None) -> Table:
         raise ScoreError("no results: evaluate a model first")
     by_name = {result.name: result for result in reversed(results)}
     if suite is None:
-        asked = tuple(
+        settings_text = tuple(
             SuiteTask(name=name, task=by_name[name].task, label=by_name[name].label)
             for name in sorted(by_name, key=_natural)
         )
-        suite = Suite(tasks=asked)
+        suite = Suite(tasks=settings_text)
     else:
         _check_settings(results, suite)
     columns = tuple(_column(task, by_name.get(task.name)) for task in suite.tasks)

@@ -44,10 +44,11 @@ def check(given: argparse.Namespace) -> None:
         fixed = "--greedy"
     elif given.beams > 1:
         fixed = "--beams"
-    asked = [_option(name) for name in DRAWN if getattr(given, name) is not None]
-    if fixed and asked:
+    requested = [_option(name) for name in DRAWN if getattr(given, name) is not None]
+    if fixed and requested:
         raise ConfigError(
-            f"{asked[0]} is for sampling tokens, and {fixed} samples none: leave one of them out"
+            f"{requested[0]} is for sampling tokens, and {fixed} samples none: "
+            "leave one of them out"
         )
     if given.greedy and given.beams > 1:
         raise ConfigError("--greedy and --beams exclude each other: leave one of them out")

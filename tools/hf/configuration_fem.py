@@ -118,13 +118,13 @@ def stretched(
     named, rest = named_rope(model), dict(rope_scaling or {})
     older = {"rope_type": rest.pop("type", "default"), "rope_theta": rope_theta, **rest}
     for given in (None if rope_theta is None and rope_scaling is None else older, rope_parameters):
-        whole = (
+        full = (
             named
             if given is None
             else {**given, "rope_theta": given.get("rope_theta") or named["rope_theta"]}
         )
-        if whole != named:
-            return replace(model, **read_rope(whole, length))
+        if full != named:
+            return replace(model, **read_rope(full, length))
     return model
 
 

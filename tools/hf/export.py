@@ -107,7 +107,7 @@ def export(
     config = hf_config(model, dtype, tokens, card.get("seq_length"))
     code = bundle(model.blocks()) if isinstance(config, FemLMConfig) else {}
     weights = exported(source, model)
-    with beside(out) as folder:
+    with replacing(out) as folder:
         write_shards(
             weights, folder, dtype, shard_bytes, progress or Progress(None, "", quiet=True)
         )
@@ -250,7 +250,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def beside(out: Path) -> Iterator[Path]:
+def replacing(out: Path) -> Iterator[Path]:
     """Context manager: yield an empty temporary folder that replaces ``out`` if the block succeeds.
 
     If the block fails, the temporary folder is deleted and ``out`` is unchanged.

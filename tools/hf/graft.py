@@ -227,12 +227,12 @@ def _generalised(names: tuple[str, ...]) -> list[str]:
 
 def _mixer(source: Shape, target: Shape) -> Origins:
     if source == target:
-        return {name: _whole(name, weight.size) for name, weight in source.weights().items()}
+        return {name: _unchanged(name, weight.size) for name, weight in source.weights().items()}
     assert isinstance(source, AttentionShape)
     want = target.weights()
     origins: Origins = {}
     if "norm.weight" in want:
-        origins["norm.weight"] = _whole("norm.weight", want["norm.weight"].size)
+        origins["norm.weight"] = _unchanged("norm.weight", want["norm.weight"].size)
     for name in (
         found for found in source.weights() if found in ("q_norm.weight", "k_norm.weight")
     ):
@@ -259,7 +259,7 @@ def _mixer(source: Shape, target: Shape) -> Origins:
                 (PACKED,), size, _repacked(source, packing, fitting), tuple(fitting), taken
             )
     if read and want["out_proj.weight"].shape == source.weights()["out_proj.weight"].shape:
-        origins["out_proj.weight"] = _whole("out_proj.weight", want["out_proj.weight"].size)
+        origins["out_proj.weight"] = _unchanged("out_proj.weight", want["out_proj.weight"].size)
     return origins
 
 
@@ -288,7 +288,7 @@ def _regrouped(source: AttentionShape, target: AttentionShape) -> Origins:
     want = target.weights()
     shared = target.groups % source.groups == 0
     kept = ("q", "k", "v") if shared else ("q",)
-    origins = {"out_proj.weight": _whole("out_proj.weight", want["out_proj.weight"].size)}
+    origins = {"out_proj.weight": _unchanged("out_proj.weight", want["out_proj.weight"].size)}
     for name in (PACKED, "in_proj.bias"):
         if name in want and name in source.weights():
             rows = target.heads * target.head + (2 * target.groups * target.head if shared else 0)
@@ -302,11 +302,11 @@ def _mlp(source: Shape, target: Shape) -> Origins:
     want, have = target.weights(), source.weights()
     if type(source) is type(target):
         return {
-            name: _whole(name, want[name].size)
+            name: _unchanged(name, want[name].size)
             for name in want
             if name in have and have[name].shape == want[name].shape
         }
-    origins = {"norm.weight": _whole("norm.weight", want["norm.weight"].size)}
+    origins = {"norm.weight": _unchanged("norm.weight", want["norm.weight"].size)}
     if isinstance(source, SwiGluShape):
         for name, packing in target.packing().items():
             (part,) = packing.roles.values()
@@ -369,7 +369,7 @@ def _regroup(source: AttentionShape, target: AttentionShape, kept: tuple[str, ..
     return fill
 
 
-def _whole(name: str, size: int) -> Origin:
+def _unchanged(name: str, size: int) -> Origin:
     return Origin((name,), size, lambda _, tensors: tensors[0], taken=frozenset(_all_of(name)))
 
 

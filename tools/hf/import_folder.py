@@ -37,7 +37,7 @@ from pretrain.plan.run_plan import model_weights
 
 from .configuration_fem import FemLMConfig
 from .encoding import trained_here
-from .export import beside, refuse_foreign, refuse_occupied
+from .export import refuse_foreign, refuse_occupied, replacing
 from .folder import (
     CONFIG,
     GENERATION,
@@ -149,7 +149,7 @@ def import_folder(
     # Megatron-core takes seconds to import: wrong arguments are reported before.
     from pretrain.checkpoint.writer import save_weights
 
-    with beside(out) as folder:
+    with replacing(out) as folder:
         if plan:
             weights = dict(_grafted(source, config, plan, dtype))
         else:
@@ -271,9 +271,9 @@ def run_config(
                     " used"
                 )
                 cleared: Any = replace(ours, **{name: getattr(type(ours)(), name)})
-                whole: dict[str, Any] = {section: cleared}
+                full: dict[str, Any] = {section: cleared}
                 config = replace(
-                    config, model=replace(config.model, **whole) if section else cleared
+                    config, model=replace(config.model, **full) if section else cleared
                 )
         config.model.blocks()
     except ValueError as error:
@@ -453,10 +453,10 @@ def _kept(source: Source) -> Kept:
     given = source.training
     progress, data = given.get("progress") or {}, given.get("data") or ""
     loss = given.get("heldout_loss")
-    whole = isinstance(progress, dict) and all(
+    full = isinstance(progress, dict) and all(
         type(progress.get(key, 0)) is int and progress.get(key, 0) >= 0 for key in PROGRESS
     )
-    if not (whole and isinstance(data, str) and isinstance(loss, int | float | None)):
+    if not (full and isinstance(data, str) and isinstance(loss, int | float | None)):
         path = source.folder.path / TRAINING
         raise ConfigError(
             f"{path} is damaged: its progress, data or heldout_loss has a wrong type; export again,"

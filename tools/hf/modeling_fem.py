@@ -28,7 +28,7 @@ from fem_megatron.documents import Documents
 from fem_megatron.mup import starts_from
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import FIXED, OUTPUT, BlockShape, Normal, Weight
-from fem_megatron.state import Context, Room, State
+from fem_megatron.state import Capacity, Context, State
 
 from .configuration_fem import FemLMConfig
 
@@ -42,7 +42,7 @@ class FemCacheLayer(DynamicLayer):
 
     is_croppable = False
     supports_early_init = False
-    room: Room | None = None
+    capacity: Capacity | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,11 +113,11 @@ class FemStaticCacheLayer(FemCacheLayer):
     """Decoding state with a fixed maximum number of tokens."""
 
     is_compileable = True
-    room: Room
+    capacity: Capacity
 
     def __init__(self, places: int) -> None:
         super().__init__()
-        self.room = Room(places, torch.zeros((), dtype=torch.int64))
+        self.capacity = Capacity(places, torch.zeros((), dtype=torch.int64))
 
     def before(self, x: Tensor) -> None:
         """Prepare the state; before the first call, move the token count to the device of x.
@@ -128,16 +128,16 @@ class FemStaticCacheLayer(FemCacheLayer):
         if (
             torch.compiler.is_exporting()
             and not torch.compiler.is_dynamo_compiling()
-            and type(self.room.taken) is Tensor
+            and type(self.capacity.taken) is Tensor
         ):
             raise ValueError(
                 "torch.export(strict=False) would store this cache as a constant: use strict=True,"
                 " or assign the module's buffers to layer.state and layer.room.taken in its forward"
             )
-        if not self.state and self.room.taken.device != x.device:
-            self.room = Room(self.room.places, self.room.taken.to(x.device))
+        if not self.state and self.capacity.taken.device != x.device:
+            self.capacity = Capacity(self.capacity.places, self.capacity.taken.to(x.device))
         if not torch.compiler.is_compiling():
-            self.room.check(x.shape[0])
+            self.capacity.check(x.shape[0])
 
     def after(self, x: Tensor) -> None:
         """Add the tokens of x to the count, in place.
@@ -145,23 +145,23 @@ class FemStaticCacheLayer(FemCacheLayer):
         A compiled step refers to the tensor that contains the count, so this tensor must not be
         replaced.
         """
-        self.room.taken.add_(x.shape[0])
+        self.capacity.taken.add_(x.shape[0])
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
         """Return the number of past tokens. Synchronizes with the device."""
-        return int(self.room.taken)
+        return int(self.capacity.taken)
 
     def get_max_cache_shape(self) -> int:
         """Return the maximum number of tokens."""
-        return self.room.places
+        return self.capacity.places
 
     get_max_length = get_max_cache_shape
 
     def reset(self) -> None:
         """Clear the state."""
         self.state, self.is_initialized = {}, False
-        self.room.taken.zero_()
+        self.capacity.taken.zero_()
 
 
 class FemCache(Cache):
@@ -277,7 +277,7 @@ class FemBlock(GradientCheckpointingLayer, Block):
                 state=layer.state,
                 past=layer.tokens,
                 causal=self.causal,
-                room=layer.room,
+                capacity=layer.capacity,
             ),
         )
         layer.after(x)
@@ -301,10 +301,10 @@ class FemLMPreTrainedModel(PreTrainedModel):
         """Initialise the weights of one module as in training."""
         starts: dict[str, Weight] = getattr(module, "starts", {})
         if not starts and isinstance(module, nn.Linear | nn.Embedding):
-            whole: Any = module.weight
+            full: Any = module.weight
             starts = {
                 "weight": Weight(
-                    tuple(whole.shape), mup=OUTPUT if isinstance(module, nn.Linear) else FIXED
+                    tuple(full.shape), mup=OUTPUT if isinstance(module, nn.Linear) else FIXED
                 )
             }
         if starts:
@@ -584,7 +584,7 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         )
         return pad(
             known.to(torch.bool),
-            (0, max(0, past_key_values.layers[0].room.places - known.shape[1])),
+            (0, max(0, past_key_values.layers[0].capacity.places - known.shape[1])),
             value=True,
         )
 
@@ -658,11 +658,15 @@ def _placed(
         The mask of `Context.valid` or None; positions [t] or [t, b].
     """
     batch, length = x.shape[:2]
-    room: Room | None = None if cache is None else cache.layers[0].room
-    if room is not None and cache.layers[0].state:
-        return _placed_in_room(room, attention_mask, position_ids, x, gapless)
-    past = 0 if cache is None or room is not None else cache.get_seq_length()
-    if room is not None and attention_mask is not None and attention_mask.shape[-1] == room.places:
+    capacity: Capacity | None = None if cache is None else cache.layers[0].capacity
+    if capacity is not None and cache.layers[0].state:
+        return _placed_within_capacity(capacity, attention_mask, position_ids, x, gapless)
+    past = 0 if cache is None or capacity is not None else cache.get_seq_length()
+    if (
+        capacity is not None
+        and attention_mask is not None
+        and attention_mask.shape[-1] == capacity.places
+    ):
         attention_mask = attention_mask[:, :length]
     if attention_mask is not None and attention_mask.shape != (batch, past + length):
         raise ValueError(
@@ -762,30 +766,34 @@ def _packed(
     return None
 
 
-def _placed_in_room(
-    room: Room, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor, gapless: bool
+def _placed_within_capacity(
+    capacity: Capacity,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    x: Tensor,
+    gapless: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `_placed` for a static cache that already contains tokens.
 
-    room: size and token count of the cache. attention_mask [b, at most the size of the cache] or
-    None.
+    capacity: size and token count of the cache. attention_mask [b, at most the size of the cache]
+    or None.
     """
     batch, length = x.shape[:2]
     if not torch.compiler.is_compiling():
-        room.check(length)
+        capacity.check(length)
     known = None if attention_mask is None else attention_mask.to(torch.bool)
     if known is not None and (
-        known.dim() != 2 or known.shape[0] != batch or known.shape[1] > room.places
+        known.dim() != 2 or known.shape[0] != batch or known.shape[1] > capacity.places
     ):
         raise ValueError(
             f"attention_mask has shape {tuple(known.shape)}; this model and cache need [{batch}, up"
-            f" to {room.places}]"
+            f" to {capacity.places}]"
         )
     if gapless and known is not None and not torch.compiler.is_compiling():
-        _check_gaps(known[:, : int(room.taken) + length])
-    valid = room.valid(known, batch, length, x.device)
+        _check_gaps(known[:, : int(capacity.taken) + length])
+    valid = capacity.valid(known, batch, length, x.device)
     if position_ids is None:
-        position_ids = _counted(valid)[:, room.places :]
+        position_ids = _counted(valid)[:, capacity.places :]
     return valid, _by_token(position_ids)
 
 

@@ -455,14 +455,14 @@ def state_of(source: Converted, dtype: torch.dtype, device: torch.device) -> dic
     freed.
     """
     state = {}
-    for name, whole in source.items():
-        tensor = whole.to(device=device, dtype=dtype)
+    for name, full in source.items():
+        tensor = full.to(device=device, dtype=dtype)
         state[name] = (
             tensor.clone()
             if tensor.untyped_storage().nbytes() > tensor.nbytes
             else tensor.contiguous()
         )
-        del whole, tensor  # free them before the next one is read
+        del full, tensor  # free them before the next one is read
     return state
 
 

@@ -136,12 +136,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
     Raises ConfigError if the tokenizer is damaged or requires running code.
     """
-    whole = folder / WHOLE
-    if not whole.is_file():
+    full = folder / WHOLE
+    if not full.is_file():
         return auto_tokenizer(folder, trust_remote_code=False)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            folder, tokenizer_file=str(whole), local_files_only=True
+            folder, tokenizer_file=str(full), local_files_only=True
         )
         for name, token in _tokens_of_class(folder).items():
             if getattr(tokenizer, name) is None and token in tokenizer.get_added_vocab():

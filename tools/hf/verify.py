@@ -299,8 +299,8 @@ def verify(
             misread_by_transformers(path, reader, [*READ, *texts])
             for path, reader in zip((a, b), readers, strict=True)
         ]
-        one, asked = _remember(a, texts, readers[0] or readers[1], Path(scratch), device)
-        two, differences, predictions, skipped = _compare(b, asked, Path(scratch), device)
+        one, requested = _remember(a, texts, readers[0] or readers[1], Path(scratch), device)
+        two, differences, predictions, skipped = _compare(b, requested, Path(scratch), device)
     tied = any(side.hf.tie_word_embeddings for side in (one, two))
     weights = compare_weights(_tensors(one), _tensors(two), tied=tied)
     # Without a common name, or with one model of our modeling code, nothing was compared.
@@ -329,7 +329,7 @@ def verify(
         weights=weights if comparable else None,
         differences=differences,
         predictions=predictions,
-        prompts=len(asked) - skipped,
+        prompts=len(requested) - skipped,
         skipped=skipped,
         tolerance=TOLERANCES[coarser] if tolerance is None else tolerance,
         tolerance_from=(
@@ -381,21 +381,21 @@ def _remember(
         Its Side, and the token ids of all prompts.
     """
     side, model = Side.open(path, device)
-    asked = fixed_ids(side.hf.vocab_size, side.limit)
+    requested = fixed_ids(side.hf.vocab_size, side.limit)
     if reader is not None:
-        asked += [
+        requested += [
             ids for ids in (list(reader(text)["input_ids"])[: side.limit] for text in texts) if ids
         ]
-    asked = [ids for ids in asked if max(ids) < side.hf.vocab_size]
-    for index, ids in enumerate(asked):
+    requested = [ids for ids in requested if max(ids) < side.hf.vocab_size]
+    for index, ids in enumerate(requested):
         torch.save(trace(model, ids), scratch / f"{index}.pt")
     del model
     gc.collect()  # free the first model before the second one is loaded
-    return side, asked
+    return side, requested
 
 
 def _compare(
-    path: Path, asked: list[list[int]], scratch: Path, device: str
+    path: Path, requested: list[list[int]], scratch: Path, device: str
 ) -> tuple[Side, dict[str, Difference], Predictions, int]:
     """Open the second model and compare its traces with the first model's in ``scratch``.
 
@@ -406,7 +406,7 @@ def _compare(
     side, model = Side.open(path, device)
     worst: dict[str, Difference] = {}
     predictions, skipped = Predictions(), 0
-    for index, ids in enumerate(asked):
+    for index, ids in enumerate(requested):
         if max(ids) >= side.hf.vocab_size or len(ids) > side.limit:
             skipped += 1
             continue

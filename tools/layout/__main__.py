@@ -106,7 +106,7 @@ def _report(options: argparse.Namespace) -> int:
     print("\n".join(aligned(rows, left=[0, 5])))
     best = found[0]
     if options.out:
-        extra = " ".join(best.beside)
+        extra = " ".join(best.extra_overrides)
         note = (
             f"# {best.name} for {config.name} on {options.gpus} x {options.device}, "
             f"by tools.layout's model: {100 * best.mfu:.0f}% MFU.\n"

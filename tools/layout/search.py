@@ -130,7 +130,7 @@ class Candidate:
         return " ".join(filter(None, words))
 
     @property
-    def beside(self) -> list[str]:
+    def extra_overrides(self) -> list[str]:
         """Overrides of the layout that do not belong into a file of ``configs/parallel``."""
         config = self.plan.config
         ours = [
@@ -212,12 +212,12 @@ def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candida
         ConfigErrors: the run's own checks reject every layout; the errors are those of the simplest
         layout.
     """
-    room = (memory_gib(machine.name) or 0) * 2**30 * machine.room
+    usable_memory = (memory_gib(machine.name) or 0) * 2**30 * machine.room
     fit = list[Candidate]()
     over = 0
     for made in layouts(config, gpus):
         plan = make_plan(made, gpus)
-        if plan.peak_memory > room:
+        if plan.peak_memory > usable_memory:
             over += 1
             continue
         time = step_time(plan, machine)

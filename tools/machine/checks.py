@@ -66,7 +66,7 @@ def examine(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
         yield from _guarded(name, checks)
     if find_spec("deepspeed") is not None:
         yield from _guarded("ops", lambda: ops(build, fix, progress))
-    for name, checks in {"nvcc": cuda_toolkit, "packages": packages, "room": room}.items():
+    for name, checks in {"nvcc": cuda_toolkit, "packages": packages, "room": free_space}.items():
         yield from _guarded(name, checks)
 
 
@@ -77,7 +77,7 @@ def _guarded(name: str, checks: Callable[[], Iterator[Check]]) -> Iterator[Check
         yield Check("FAILED", name, f"{type(error).__name__}: {one_line(error)}")
 
 
-def _asked(*command: str, seconds: float = LOOK_SECONDS) -> subprocess.CompletedProcess[str]:
+def _output_of(*command: str, seconds: float = LOOK_SECONDS) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         capture_output=True,
@@ -205,12 +205,12 @@ def deepspeed() -> Iterator[Check]:
         )
         return
     prepare_environment()
-    asked = _asked(sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)")
-    if asked.returncode:
+    requested = _output_of(sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)")
+    if requested.returncode:
         yield Check(
             "FAILED",
             "deepspeed",
-            f"cannot be imported ({hardware.last_line(asked.stderr)})",
+            f"cannot be imported ({hardware.last_line(requested.stderr)})",
             INSTALL,
         )
         return
@@ -218,7 +218,7 @@ def deepspeed() -> Iterator[Check]:
     with contextlib.suppress(PackageNotFoundError):  # this project may not be installed
         pins = [re.match(r"deepspeed==([\w.]+)", line) for line in requires("fem-megatron") or []]
         tested = next((pin[1] for pin in pins if pin), None)
-    yield _pinned("deepspeed", hardware.last_line(asked.stdout), tested, INSTALL)
+    yield _pinned("deepspeed", hardware.last_line(requested.stdout), tested, INSTALL)
 
 
 def compiling() -> Iterator[Check]:
@@ -238,7 +238,8 @@ def compiling() -> Iterator[Check]:
         yield Check(
             "ok",
             "ninja",
-            f"{hardware.last_line(_asked('ninja', '--version').stdout)}, {shutil.which('ninja')}",
+            f"{hardware.last_line(_output_of('ninja', '--version').stdout)}, "
+            f"{shutil.which('ninja')}",
         )
     if missing := deepspeed_ops.lacks_compiler():
         text, _, remedy = missing.partition(": ")
@@ -253,7 +254,7 @@ def compiling() -> Iterator[Check]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "threads.cpp")
         source.write_text(SOURCE)
-        done = _asked(
+        done = _output_of(
             compiler,
             "-fopenmp",
             "-fPIC",
@@ -273,7 +274,7 @@ def compiling() -> Iterator[Check]:
         yield Check(
             "ok",
             "C++ compiler",
-            f"{_asked(compiler, '--version').stdout.splitlines()[0]}, {shutil.which(compiler)}",
+            f"{_output_of(compiler, '--version').stdout.splitlines()[0]}, {shutil.which(compiler)}",
         )
 
 
@@ -375,7 +376,7 @@ def cuda_toolkit() -> Iterator[Check]:
             "no CUDA toolkit; flash-attn and mamba-ssm are compiled with one where no wheel fits",
         )
         return
-    release = re.search(r"release (\d+\.\d+)", _asked(nvcc, "-V").stdout)
+    release = re.search(r"release (\d+\.\d+)", _output_of(nvcc, "-V").stdout)
     found = release[1] if release else "unknown"
     if found == built_with[1]:
         yield Check("ok", "nvcc", f"{found}, {nvcc}")
@@ -400,7 +401,7 @@ def packages() -> Iterator[Check]:
             yield Check("absent", module, "not installed; of use with a GPU only")
 
 
-def room() -> Iterator[Check]:
+def free_space() -> Iterator[Check]:
     """Check the free space of the working directory's disk and of shared memory."""
     for name, path, little, why in (
         ("disk", Path.cwd(), LITTLE_DISK, "checkpoints may not fit"),

@@ -163,5 +163,5 @@ def boards(count: int, seed: int, folder: Path) -> np.ndarray:
             unfinished = file.with_suffix(f".{os.getpid()}.npy")
             np.save(unfinished, np.array([pair for part in parts for pair in part], dtype=np.uint8))
             unfinished.replace(file)
-        whole: np.ndarray = np.load(file)
-    return whole
+        full: np.ndarray = np.load(file)
+    return full

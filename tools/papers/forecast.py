@@ -123,18 +123,18 @@ def windows(case: str, size: Size) -> list[Examples]:
     """
     name, horizon = case.rsplit(" ", 1)
     length = size.length
-    whole, first, second = series(name), SETS[name].training, SETS[name].validation
+    full, first, second = series(name), SETS[name].training, SETS[name].validation
     # The clamp handles constant series.
-    whole = (whole - whole[:first].mean(0)) / whole[:first].std(0).clamp(min=SPREAD)
+    full = (full - full[:first].mean(0)) / full[:first].std(0).clamp(min=SPREAD)
     made = []
     parts = (
         (0, first, size.train),
         (first - length, second, size.test),
-        (second - length, len(whole), size.test),
+        (second - length, len(full), size.test),
     )
     for begin, end, most in parts:
         # [n, length + horizon]
-        cut = whole[begin:end].unfold(0, length + int(horizon), 1).flatten(0, 1)[: most or None]
+        cut = full[begin:end].unfold(0, length + int(horizon), 1).flatten(0, 1)[: most or None]
         made.append((cut[:, :length], cut[:, length:]))
     return made
 

@@ -60,14 +60,14 @@ def images(case: str) -> tuple[Tensor, Tensor, int | None]:
         for part in parts
     ]
     classes = torch.tensor([label for part in parts for label in part["label"]])
-    whole = torch.cat(found)
-    if whole.shape[1:] != (side, side, channels):
+    full = torch.cat(found)
+    if full.shape[1:] != (side, side, channels):
         raise UserError(
-            f"{case}: the images have shape {' x '.join(map(str, whole.shape[1:]))}; expected"
+            f"{case}: the images have shape {' x '.join(map(str, full.shape[1:]))}; expected"
             f" {side} x {side} x {channels}"
         )
     pictures.check_classes(case, classes, kinds)
-    return whole.permute(0, 3, 1, 2) / 127.5 - 1, classes, len(found[0])
+    return full.permute(0, 3, 1, 2) / 127.5 - 1, classes, len(found[0])
 
 
 def divided(case: str, size: Size, seed: int) -> list[Examples]:
@@ -76,12 +76,12 @@ def divided(case: str, size: Size, seed: int) -> list[Examples]:
     """
     if case == FILES:
         return _divided_files(size, seed)
-    whole, classes, first = images(case)
-    order = torch.randperm(first or len(whole), generator=Generator().manual_seed(4000 + seed))
-    test = torch.arange(first, len(whole)) if first else order[: size.test]
+    full, classes, first = images(case)
+    order = torch.randperm(first or len(full), generator=Generator().manual_seed(4000 + seed))
+    test = torch.arange(first, len(full)) if first else order[: size.test]
     rest = order if first else order[size.test :]
     return [
-        (whole[part], classes[part])
+        (full[part], classes[part])
         for part in (rest[size.test :][: size.train], rest[: size.test], test)
     ]
 
@@ -89,12 +89,12 @@ def divided(case: str, size: Size, seed: int) -> list[Examples]:
 def _divided_files(size: Size, seed: int) -> list[Any]:
     """Return training and validation data from train, test data from val."""
     side, _, classes, _ = CASES[FILES]
-    (whole, numbers), (test, asked) = pictures.found(
+    (full, numbers), (test, requested) = pictures.found(
         DATA / FILES.lower(), side, classes, "clane9/imagenet-100"
     )
-    order = torch.randperm(len(whole), generator=Generator().manual_seed(4000 + seed))
+    order = torch.randperm(len(full), generator=Generator().manual_seed(4000 + seed))
     parts = (order[size.test :][: size.train or None], order[: size.test])
-    return [*((whole.part(part), numbers[part]) for part in parts), (test, asked)]
+    return [*((full.part(part), numbers[part]) for part in parts), (test, requested)]
 
 
 class Patches(nn.Module):

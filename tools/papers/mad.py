@@ -44,8 +44,8 @@ def length_of(case: str, size: Size) -> int:
     At full size it is the benchmark's length, or 128 if the benchmark defines none. Smaller sizes
     shorten it in proportion, and tasks in HALVED by a further factor of 2.
     """
-    whole = LENGTHS.get(task_of(case), 128) * size.length // 128
-    return whole // 2 if size.length < 128 and task_of(case) in HALVED else whole
+    full = LENGTHS.get(task_of(case), 128) * size.length // 128
+    return full // 2 if size.length < 128 and task_of(case) in HALVED else full
 
 
 def task_of(case: str) -> str:
@@ -94,8 +94,10 @@ def recall(
     both = torch.stack((keys, values.gather(1, keys)), -1)
     other = torch.randint(2 * kinds, 4 * kinds, both.shape, generator=generator)
     tokens = torch.where(noisy[..., None], other, both).flatten(1)
-    asked = torch.stack((torch.zeros_like(seen), seen), -1).flatten(1)
-    return tokens[:, :-1], tokens[:, 1:] if training else tokens.masked_fill(~asked, IGNORED)[:, 1:]
+    requested = torch.stack((torch.zeros_like(seen), seen), -1).flatten(1)
+    return tokens[:, :-1], tokens[:, 1:] if training else tokens.masked_fill(~requested, IGNORED)[
+        :, 1:
+    ]
 
 
 def fuzzy_recall(count: int, length: int, generator: Generator, *, training: bool) -> Examples:
@@ -136,16 +138,16 @@ def fuzzy_recall(count: int, length: int, generator: Generator, *, training: boo
     last = both.gather(1, probe[..., None].expand(-1, -1, 2 * MOTIF))
     tokens = torch.cat((both.masked_fill(~here[..., None], -1), last), 1)
     is_value = (torch.arange(2 * MOTIF) >= MOTIF).expand_as(tokens)
-    asked = (is_value & seen[..., None]).flatten(1)
+    requested = (is_value & seen[..., None]).flatten(1)
     tokens = tokens.flatten(1)
     # Move the tokens to the right end in their order. The rest is padding, the last entry of the
     # vocabulary.
     order = (tokens >= 0).sort(dim=1, stable=True)[1][:, -(length + 1) :]
-    tokens, asked = tokens.gather(1, order), asked.gather(1, order)
-    whole = tokens.masked_fill(tokens < 0, VOCABULARY["fuzzy recall"] - 1)
+    tokens, requested = tokens.gather(1, order), requested.gather(1, order)
+    full = tokens.masked_fill(tokens < 0, VOCABULARY["fuzzy recall"] - 1)
     if training:
-        return whole[:, :-1], whole[:, 1:]
-    return whole[:, :-1], whole.masked_fill(~asked | (tokens < 0), IGNORED)[:, 1:]
+        return full[:, :-1], full[:, 1:]
+    return full[:, :-1], full.masked_fill(~requested | (tokens < 0), IGNORED)[:, 1:]
 
 
 def _table(motifs: list[tuple[int, ...]]) -> Tensor:

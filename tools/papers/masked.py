@@ -75,10 +75,10 @@ def scores(output: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, tuple[T
 
     They compare the true images with images whose masked patches are replaced by the output.
     """
-    whole = torch.where(inputs[..., -1:] > 0, output, targets).double()
+    full = torch.where(inputs[..., -1:] > 0, output, targets).double()
     made, true = (
         fold(part.transpose(1, 2), SIDE, PATCH, stride=PATCH).flatten(1)
-        for part in (whole, targets.double())
+        for part in (full, targets.double())
     )
     error = (made - true).square().mean(1).clamp_min(1e-10)
     return {
@@ -124,8 +124,8 @@ def mean_image(case: str, size: Size) -> float:
     """Return the PSNR in decibels if masked parts are replaced by the mean training image of seed
     0.
     """
-    (images, _), _, (asked, _) = divided(case, size, 0)
-    inputs, targets = examples(asked, 2, training=False)
+    (images, _), _, (requested, _) = divided(case, size, 0)
+    inputs, targets = examples(requested, 2, training=False)
     mean = unfold(images.mean(0, keepdim=True), PATCH, stride=PATCH).transpose(1, 2)
     found, count = scores(mean.expand_as(targets), inputs, targets)["psnr"]
     return float(found) / count

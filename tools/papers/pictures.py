@@ -80,8 +80,8 @@ class Pictures:
                 width, height = (max(self.side, round(length * factor)) for length in image.size)
                 left, top = (width - self.side) // 2, (height - self.side) // 2
                 image.draft("RGB", (width, height))
-                whole = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-                return np.asarray(whole.crop((left, top, left + self.side, top + self.side)))
+                full = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+                return np.asarray(full.crop((left, top, left + self.side, top + self.side)))
         except OSError as error:
             what = f"image {place} of the data set" if isinstance(given, BytesIO) else given
             raise UserError(

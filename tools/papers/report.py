@@ -148,8 +148,8 @@ def section(outcome: Outcome) -> str:
             "\n![Values by iteration; dotted: the number of iterations in"
             f" training](papers/{outcome.name}-iterations.png)"
         )
-    told = wrapped(f"{remarks} {made}")
-    return "\n\n".join([f"## {title}", told, *tables, shown, *orders(outcome)])
+    remarks_text = wrapped(f"{remarks} {made}")
+    return "\n\n".join([f"## {title}", remarks_text, *tables, shown, *orders(outcome)])
 
 
 def table(outcome: Outcome, metric: str) -> str:
@@ -244,12 +244,12 @@ def picture(outcome: Outcome) -> Any:
             if values:
                 mean, half = interval(values)
                 error = half if half < math.inf else 0
-                look = {"color": COLOURS[0], "markersize": 4, "linewidth": 1.2}
-                axes.errorbar(mean, place, xerr=error, fmt="o", **look)
+                style = {"color": COLOURS[0], "markersize": 4, "linewidth": 1.2}
+                axes.errorbar(mean, place, xerr=error, fmt="o", **style)
             published = experiment.published.get((case, row))
             if published is not None:
-                look = {"color": COLOURS[1], "markersize": 5, "markerfacecolor": "none"}
-                axes.plot(published, place, "D", **look)
+                style = {"color": COLOURS[1], "markersize": 5, "markerfacecolor": "none"}
+                axes.plot(published, place, "D", **style)
         if experiment.chance is not None:
             chance = experiment.scale * experiment.chance(case, outcome.size)
             axes.axvline(chance, **DOTTED)
@@ -285,8 +285,8 @@ def iterations(outcome: Outcome) -> Any:
             means = {row: [value / abs(mean[0]) for value in mean] for row, mean in means.items()}
             label += ", relative to the start"
         for number, (row, mean) in enumerate(means.items()):
-            look = {"markersize": 2, "linewidth": 1, **colour_of(number)}
-            axes.plot(range(len(mean)), mean, label=row, **look)
+            style = {"markersize": 2, "linewidth": 1, **colour_of(number)}
+            axes.plot(range(len(mean)), mean, label=row, **style)
             axes.axvline(len(mean) / 2, **DOTTED)
         plain_axes(axes, "iteration", grid="y")
         axes.set_title(label, fontsize=8)

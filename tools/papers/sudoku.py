@@ -44,7 +44,7 @@ def watch(network: nn.Module, block: Block, inputs: Tensor) -> dict[str, list[fl
     """
     seen: dict[str, list[float]] = {}
 
-    def look(layer: nn.Module, given: tuple[Tensor, Context]) -> None:
+    def record(layer: nn.Module, given: tuple[Tensor, Context]) -> None:
         assert isinstance(layer, HyperSet)
         x, context = given
         for name, value in layer.diagnose(
@@ -54,7 +54,7 @@ def watch(network: nn.Module, block: Block, inputs: Tensor) -> dict[str, list[fl
                 float((value.sum(0) if name.endswith("energy") else value).mean())
             )
 
-    handle = block.mixer.register_forward_pre_hook(look)
+    handle = block.mixer.register_forward_pre_hook(record)
     network(inputs)
     handle.remove()
     return seen

@@ -57,8 +57,8 @@ def classification(
     """
 
     def scores(output: Tensor, _: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
-        asked = targets != IGNORED
-        return {"accuracy": ((output.argmax(-1) == targets)[asked].sum(), int(asked.sum()))}
+        requested = targets != IGNORED
+        return {"accuracy": ((output.argmax(-1) == targets)[requested].sum(), int(requested.sum()))}
 
     def loss(output: Tensor, _: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(output.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
@@ -98,7 +98,7 @@ def train(problem: Problem, size: Size, rate: float, seed: int) -> dict[str, Any
     network = problem.network.to(where)
     optimizer = torch.optim.AdamW(groups(network, size.weight_decay), lr=rate)
     order = torch.Generator().manual_seed(seed)
-    inputs, targets = (whole.to(where) for whole in problem.train)
+    inputs, targets = (full.to(where) for full in problem.train)
     batch, places, last = min(size.batch, len(inputs)), torch.empty(0, dtype=torch.int64), math.nan
     network.train()
     for step in range(size.steps):
@@ -162,7 +162,7 @@ def measure(problem: Problem, examples: Examples) -> dict[str, float]:
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     where = platform.device()
-    parts = [whole.to(where).split(EVALUATED) for whole in examples]
+    parts = [full.to(where).split(EVALUATED) for full in examples]
     for inputs, targets in zip(*parts, strict=True):
         found = problem.scores(problem.network(inputs), inputs, targets)
         for name, (value, count) in found.items():

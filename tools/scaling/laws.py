@@ -26,12 +26,12 @@ class Estimate:
     high: float | None = None
 
     @classmethod
-    def of(cls, value: float, draws: Array, interval: float, asked: int) -> Estimate:
+    def of(cls, value: float, draws: Array, interval: float, requested: int) -> Estimate:
         """Return an estimate whose interval is the percentiles of the bootstrap ``draws``.
 
         If fewer than half of the requested draws exist, the estimate has no interval.
         """
-        if not len(draws) or len(draws) < FEWEST_DRAWS * asked:
+        if not len(draws) or len(draws) < FEWEST_DRAWS * requested:
             return cls(float(value))
         low, high = percentiles(draws, interval)
         return cls(float(value), float(low), float(high))
@@ -149,13 +149,19 @@ def _linear(x: Array, y: Array, grid: Array) -> tuple[Array, Array, Array]:
 
 
 def power_law(
-    x_name: str, y_name: str, value: Array, draws: Array, asked: int, interval: float, offset: bool
+    x_name: str,
+    y_name: str,
+    value: Array,
+    draws: Array,
+    requested: int,
+    interval: float,
+    offset: bool,
 ) -> PowerLaw:
     """Return a `PowerLaw` from its (k, s, offset) ``[3]`` and the resamples' ``[r, 3]``; without an
     interval if too few of the ``asked`` resamples exist.
     """
     coefficient, exponent, level = (
-        Estimate.of(value[column], draws[:, column], interval, asked) for column in range(3)
+        Estimate.of(value[column], draws[:, column], interval, requested) for column in range(3)
     )
     kept = rounded(draws) if coefficient.low is not None else []
     return PowerLaw(x_name, y_name, coefficient, exponent, level if offset else None, kept)

@@ -29,7 +29,7 @@ from tools.scaling.results import (
 )
 from tools.scaling.study import SIZE_COLUMN, SIZE_WORDS
 
-Look = dict[str, Any]  # matplotlib keywords of a series: colour, marker, line style
+Style = dict[str, Any]  # matplotlib keywords of a series: colour, marker, line style
 WIDEST = 3  # largest number of panels in a row
 
 
@@ -62,7 +62,7 @@ def headed(axes: Any, title: str, fontsize: float = 9.5) -> None:
     axes.set_title(title, loc="left", fontsize=fontsize)
 
 
-def styles_of(values: Iterable[Any]) -> dict[Any, Look]:
+def styles_of(values: Iterable[Any]) -> dict[Any, Style]:
     """Return a colour and a marker for each distinct value, in ascending order and from dark to
     light.
     """
@@ -142,18 +142,18 @@ def law_text(what: str, law: PowerLaw, of: str) -> str:
 
 
 def draw_law(
-    axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: Look
+    axes: Any, law: PowerLaw, low: float, high: float, interval: float, style: Style
 ) -> None:
     """Draw a power law from ``low`` to ``high``, with its confidence band if it has one."""
     x = np.geomspace(low, high, 60)
-    axes.plot(x, law.at(x), color=look["color"], linewidth=1.7)
+    axes.plot(x, law.at(x), color=style["color"], linewidth=1.7)
     band = law.band(x, interval)
     if band is not None:
-        _draw_band(axes, x, band, look)
+        _draw_band(axes, x, band, style)
 
 
-def _draw_band(axes: Any, x: Array, band: tuple[Array, Array], look: Look) -> None:
-    axes.fill_between(x, *band, color=look["color"], alpha=0.16, linewidth=0)
+def _draw_band(axes: Any, x: Array, band: tuple[Array, Array], style: Style) -> None:
+    axes.fill_between(x, *band, color=style["color"], alpha=0.16, linewidth=0)
 
 
 def error_bars(estimates: Sequence[Estimate]) -> Any:
@@ -180,11 +180,11 @@ def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], col
     )
 
 
-def marked(**look: Any) -> Any:
+def marked(**style: Any) -> Any:
     """Return a legend handle: a line, a marker or both."""
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], **look)
+    return Line2D([], [], **style)
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -198,22 +198,22 @@ def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     shown: dict[str, IsoFlopFit] = fit.fitted("isoflop")
     if not shown:
         return None
-    looks = styles_of(parabola.budget for found in shown.values() for parabola in found.parabolas)
+    styles = styles_of(parabola.budget for found in shown.values() for parabola in found.parabolas)
     figure, grid = panels(
         len(shown), f"{fit.study}: held-out loss against model size at equal training compute"
     )
     sizes = final.set_index("run")[SIZE_COLUMN[fit.parameters]].astype(float)
     losses = final.set_index("run")["loss"]
     for axes, (name, found) in zip(grid, shown.items(), strict=True):
-        _isoflop_panel(axes, found, sizes, losses, looks)
+        _isoflop_panel(axes, found, sizes, losses, styles)
         law = law_text("best N", found.n_opt, "C") if found.n_opt else "no law through the minima"
         headed(axes, f"{name}: {law}")
     outer_labels(grid, SIZE_WORDS[fit.parameters], "held-out loss, nats per token")
     shown_sizes = sizes[final["variant"].isin(list(shown)).to_numpy()]
     log_axis(grid[0].xaxis, shown_sizes.min() * 0.85, shown_sizes.max() * 1.18, "count")
-    labels = [f"{flops_text(budget)} FLOPs" for budget in looks]
+    labels = [f"{flops_text(budget)} FLOPs" for budget in styles]
     _style_legend(
-        figure, looks, labels, "minimum of the parabola (open: outside the measured sizes)"
+        figure, styles, labels, "minimum of the parabola (open: outside the measured sizes)"
     )
     return figure
 
@@ -223,19 +223,19 @@ def _isoflop_panel(
     found: IsoFlopFit,
     sizes: pd.Series[float],
     losses: pd.Series[float],
-    looks: dict[float, Look],
+    styles: dict[float, Style],
 ) -> None:
     """Draw the runs and parabolas of one variant; ``sizes`` and ``losses`` are indexed by run."""
     for parabola in found.parabolas:
-        look = looks[parabola.budget]
+        style = styles[parabola.budget]
         n, seen = sizes[parabola.runs].to_numpy(), losses[parabola.runs].to_numpy()
-        axes.plot(n, seen, linestyle="", markersize=5.5, **look)
+        axes.plot(n, seen, linestyle="", markersize=5.5, **style)
         x = np.geomspace(n.min(), n.max(), 80)
-        axes.plot(x, parabola.at(x), color=look["color"], linewidth=1.3)
+        axes.plot(x, parabola.at(x), color=style["color"], linewidth=1.3)
         if parabola.inside:
-            star(axes, parabola.n_opt.value, parabola.loss.value, look["color"], is_open=False)
+            star(axes, parabola.n_opt.value, parabola.loss.value, style["color"], is_open=False)
         else:
-            star(axes, n[np.argmin(seen)], seen.min(), look["color"], is_open=True)
+            star(axes, n[np.argmin(seen)], seen.min(), style["color"], is_open=True)
     minima = [parabola for parabola in found.parabolas if parabola.inside]
     where = (
         [parabola.n_opt.value for parabola in minima],
@@ -246,16 +246,16 @@ def _isoflop_panel(
 
 def _style_legend(
     figure: Any,
-    looks: dict[Any, Look],
+    styles: dict[Any, Style],
     labels: list[str],
     optimum: str = "",
     size: float = 5.5,
 ) -> None:
-    """Add a legend of ``looks``; ``optimum`` is the text of the star, empty without lines and
+    """Add a legend of ``styles``; ``optimum`` is the text of the star, empty without lines and
     stars.
     """
     line = {} if optimum else {"linestyle": ""}
-    handles = [marked(**line, linewidth=1.3, markersize=size, **look) for look in looks.values()]
+    handles = [marked(**line, linewidth=1.3, markersize=size, **style) for style in styles.values()]
     if optimum:
         handles.append(
             marked(linestyle="", marker="*", markersize=11, color=QUIET, markeredgecolor="white")
@@ -276,7 +276,7 @@ def residuals(fit: StudyFit) -> Any | None:
     entries = [entry for _, some in shown.values() for entry in some]
     if not entries:
         return None
-    looks = styles_of(_group(entry) for entry in entries)
+    styles = styles_of(_group(entry) for entry in entries)
     worst = max(abs(entry.relative) for entry in entries)
     title = (
         f"{fit.study}: measured loss against the parametric law\nlargest distance of a run:"
@@ -287,18 +287,18 @@ def residuals(fit: StudyFit) -> Any | None:
         axes.axhspan(-100 * noise, 100 * noise, color=QUIET, alpha=0.10, linewidth=0)
         axes.axhline(0.0, color=QUIET, linewidth=1.0)
         for entry in some:
-            look = looks[_group(entry)]
-            axes.plot([entry.n], [100 * entry.relative], linestyle="", markersize=5.5, **look)
+            style = styles[_group(entry)]
+            axes.plot([entry.n], [100 * entry.relative], linestyle="", markersize=5.5, **style)
         headed(axes, f"{name}: typical distance {100 * noise:.2g}%")
     outer_labels(grid, SIZE_WORDS[fit.parameters], "loss over law − 1, %")
     sizes = [entry.n for entry in entries]
     log_axis(grid[0].xaxis, min(sizes) * 0.85, max(sizes) * 1.18, "count")
     grid[0].set_ylim(-130 * worst, 130 * worst)
     if all(entry.budget is not None for entry in entries):
-        labels = [f"{flops_text(value)} FLOPs" for value in looks]
+        labels = [f"{flops_text(value)} FLOPs" for value in styles]
     else:
-        labels = [f"{count_text(value)} tokens" for value in looks]
-    _style_legend(figure, looks, labels)
+        labels = [f"{count_text(value)} tokens" for value in styles]
+    _style_legend(figure, styles, labels)
     return figure
 
 
@@ -381,7 +381,7 @@ def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
 
 
 def _frontier_lines(
-    axes: Any, variant: VariantFit, side: str, span: tuple[float, float], look: Look
+    axes: Any, variant: VariantFit, side: str, span: tuple[float, float], style: Style
 ) -> list[float]:
     """Draw one variant's N or D (``side``) along the frontier; return values that the axis must
     include.
@@ -395,20 +395,20 @@ def _frontier_lines(
         bars = error_bars(estimates)
         if values:
             style = {"linestyle": "", "markersize": 6, "capsize": 2, "elinewidth": 1.0}
-            axes.errorbar(where, values, yerr=bars, **style, **look)
+            axes.errorbar(where, values, yerr=bars, **style, **style)
         law = getattr(variant.isoflop, f"{side}_opt")
         if law is not None:
-            draw_law(axes, law, *span, variant.isoflop.interval, look)
+            draw_law(axes, law, *span, variant.isoflop.interval, style)
             values += [float(law.at(edge)) for edge in span]
     if variant.parametric is not None:
         x = np.geomspace(*span, 40)
         best = [optimal(variant, float(flops), "parametric") for flops in x]
         estimates = [getattr(entry, side) for entry in best]
         line = np.array([entry.value for entry in estimates])
-        axes.plot(x, line, color=look["color"], linewidth=1.4, linestyle=DASHED)
+        axes.plot(x, line, color=style["color"], linewidth=1.4, linestyle=DASHED)
         bars = error_bars(estimates)
         if bars is not None and variant.isoflop is None:
-            _draw_band(axes, x, (line - bars[0], line + bars[1]), look)
+            _draw_band(axes, x, (line - bars[0], line + bars[1]), style)
         values += [float(line[0]), float(line[-1])]
     return values
 
@@ -425,14 +425,14 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
     axes = figure.subplots()
     handles, labels = [], []
     for number, (name, variant) in enumerate(fit.variants.items()):
-        look = colour_of(number)
+        style = colour_of(number)
         for _, run in table[table["variant"] == name].groupby("run", sort=False):
-            axes.plot(run["flops"], run["loss"], color=look["color"], linewidth=0.8, alpha=0.25)
+            axes.plot(run["flops"], run["loss"], color=style["color"], linewidth=0.8, alpha=0.25)
         ends = final[final["variant"] == name]
         style = {"linestyle": "", "markersize": 4.5, "alpha": 0.75, "markeredgewidth": 0}
-        axes.plot(ends["flops"], ends["loss"], **style, **look)
-        words = _least_loss(axes, variant, (ends["flops"].min(), high), look) if len(ends) else ""
-        handles.append(marked(linewidth=1.7, markersize=6, **look))
+        axes.plot(ends["flops"], ends["loss"], **style, **style)
+        words = _least_loss(axes, variant, (ends["flops"].min(), high), style) if len(ends) else ""
+        handles.append(marked(linewidth=1.7, markersize=6, **style))
         labels.append(f"{name}{words}")
     plain_axes(axes, "training compute C, FLOPs", "held-out loss, nats per token")
     shown = table[table["flops"] >= low]["loss"]
@@ -443,24 +443,24 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
     top = min(shown.max() * 1.02, final["loss"].max() * 1.25)
     log_axis(axes.xaxis, low, high, "flops")
     log_axis(axes.yaxis, bottom, top, "number")
-    told = (
+    note = (
         "points: finished runs; faint: during training; lines: lowest loss for the compute,"
         f" {fit.interval:.0%} intervals"
     )
-    headed(axes, f"{fit.study}: held-out loss against training compute\n{told}", 11)
+    headed(axes, f"{fit.study}: held-out loss against training compute\n{note}", 11)
     legend_below(figure, handles, labels, 1)
     return figure
 
 
-def _least_loss(axes: Any, variant: VariantFit, span: tuple[float, float], look: Look) -> str:
+def _least_loss(axes: Any, variant: VariantFit, span: tuple[float, float], style: Style) -> str:
     """Draw L(C) along the frontier and return the name of its law."""
     law = variant.least_loss("isoflop")
     if law is not None and variant.isoflop is not None:
-        draw_law(axes, law, *span, variant.isoflop.interval, look)
+        draw_law(axes, law, *span, variant.isoflop.interval, style)
         return f": lowest loss {_loss_words(law)} (isoFLOP minima)"
     if variant.parametric is None:
         return ": no law"
-    draw_law(axes, variant.parametric.frontier, *span, variant.parametric.interval, look)
+    draw_law(axes, variant.parametric.frontier, *span, variant.parametric.interval, style)
     return f": lowest loss by the parametric law, E = {interval_text(variant.parametric.E)}"
 
 
@@ -484,27 +484,27 @@ def learning_rate(fit: StudyFit) -> Any | None:
         return None
     across = min(len(shown) + 1, WIDEST)
     rows = math.ceil((len(shown) + 1) / across)
-    looks = styles_of(_key(optimum) for entry in shown.values() for optimum in entry.optima)
+    styles = styles_of(_key(optimum) for entry in shown.values() for optimum in entry.optima)
     title = (
         f"{fit.study}: held-out loss against the peak learning rate, and the best rate at each size"
     )
     figure = titled_figure(
-        (4.3 * across + 0.5, 3.5 * rows + 0.5 + 0.25 * math.ceil(len(looks) / 3)), title
+        (4.3 * across + 0.5, 3.5 * rows + 0.5 + 0.25 * math.ceil(len(styles) / 3)), title
     )
     grid = figure.subplots(rows, across, squeeze=False).ravel()
     for axes in grid[len(shown) + 1 :]:
         axes.set_visible(False)
     for axes, (name, entry) in zip(grid, shown.items(), strict=False):
-        _panel(axes, entry, looks)
+        _panel(axes, entry, styles)
         headed(axes, name)
     _optima_panel(grid[len(shown)], fit, shown)
-    several = len({budget for _, budget in looks}) > 1
+    several = len({budget for _, budget in styles}) > 1
     labels = [
         f"{count_text(n)} parameters" + (f", {budget:.3g} FLOPs" if several and budget else "")
-        for n, budget in looks
+        for n, budget in styles
     ]
     optimum = "optimum by Akima interpolation (open: at the smallest or largest rate, no optimum)"
-    _style_legend(figure, looks, labels, optimum, size=5)
+    _style_legend(figure, styles, labels, optimum, size=5)
     return figure
 
 
@@ -512,13 +512,13 @@ def _key(optimum: LearningRateOptimum) -> tuple[float, float]:
     return optimum.parameters, optimum.budget or 0.0
 
 
-def _panel(axes: Any, entry: LearningRateFit, looks: dict[tuple[float, float], Look]) -> None:
+def _panel(axes: Any, entry: LearningRateFit, styles: dict[tuple[float, float], Style]) -> None:
     for optimum in entry.optima:
-        look = looks[_key(optimum)]
-        axes.plot(optimum.rates, optimum.losses, linestyle="", markersize=5, **look)
+        style = styles[_key(optimum)]
+        axes.plot(optimum.rates, optimum.losses, linestyle="", markersize=5, **style)
         if optimum.curve:
-            axes.plot(*zip(*optimum.curve, strict=True), color=look["color"], linewidth=1.3)
-        star(axes, optimum.rate.value, optimum.loss, look["color"], is_open=optimum.edge)
+            axes.plot(*zip(*optimum.curve, strict=True), color=style["color"], linewidth=1.3)
+        star(axes, optimum.rate.value, optimum.loss, style["color"], is_open=optimum.edge)
     plain_axes(axes, "peak learning rate", "loss, nats per token")
     rates = [rate for optimum in entry.optima for rate in optimum.rates]
     log_axis(axes.xaxis, min(rates) / 1.2, max(rates) * 1.2, "number")
@@ -534,7 +534,7 @@ def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -
     sizes = [optimum.parameters for optimum in optima]
     rates = [optimum.rate.value for optimum in optima]
     for name, entry in shown.items():
-        look = colour_of(list(fit.variants).index(name))
+        style = colour_of(list(fit.variants).index(name))
         for optimum in entry.optima:
             face = {"markerfacecolor": "white"} if optimum.edge else {}
             axes.errorbar(
@@ -543,13 +543,13 @@ def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -
                 yerr=error_bars([optimum.rate]),
                 markersize=6.5,
                 capsize=2,
-                **look,
+                **style,
                 **face,
             )
         words = law_text("best rate", entry.by_parameters, "N") if entry.by_parameters else "no law"
-        axes.plot([], [], linewidth=1.7, markersize=6.5, label=f"{name}: {words}", **look)
+        axes.plot([], [], linewidth=1.7, markersize=6.5, label=f"{name}: {words}", **style)
         if entry.by_parameters is not None:
-            draw_law(axes, entry.by_parameters, min(sizes), max(sizes), fit.interval, look)
+            draw_law(axes, entry.by_parameters, min(sizes), max(sizes), fit.interval, style)
     axes.legend(loc="upper left", frameon=False, fontsize=8.5)
     plain_axes(axes, SIZE_WORDS[fit.parameters], "best peak learning rate")
     log_axis(axes.xaxis, min(sizes) / 1.3, max(sizes) * 1.3, "count")

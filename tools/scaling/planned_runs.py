@@ -218,7 +218,7 @@ class Planner:
         self.study = study
         self.base = load_run(study.base)
         self.model = cache(self._model)
-        self._told: dict[str, str] = {}  # settings without names -> the run that has them
+        self._run_names: dict[str, str] = {}  # settings without names -> the run that has them
         self.read("settings", study.settings)
         for variant, words in study.variants.items():
             self.read(f"variants.{variant}", (*study.settings, *words))
@@ -260,7 +260,7 @@ class Planner:
 
     def _model(self, variant: str, size: Size) -> Model:
         """Return a variant at a size. Raises ConfigError if the two do not fit."""
-        study, where = self.study, f"variants.{variant} at {size.told}"
+        study, where = self.study, f"variants.{variant} at {size.label}"
         try:
             sizes = self._sizes(size)
         except ConfigError as error:
@@ -368,16 +368,17 @@ class Planner:
                 f" {mirror}/{{name}}"
             )
         settings = repr(replace(config, name="", run_dir=None))
-        if settings in self._told:
+        if settings in self._run_names:
             raise ConfigError(
-                f"{where} has the same settings as {self._told[settings]}; leave one of them out"
+                f"{where} has the same settings as {self._run_names[settings]}; "
+                "leave one of them out"
             )
-        if run.name in self._told.values():
+        if run.name in self._run_names.values():
             raise ConfigError(
                 f"{where}: two runs have this name, because their numbers differ by less than the"
                 " digits in a name"
             )
-        self._told[settings] = run.name
+        self._run_names[settings] = run.name
 
     def _check_length(self, run: PlannedRun, length: _Length, where: str) -> None:
         study, least = self.study, self.study.least_steps
@@ -507,9 +508,9 @@ def _check_order(
     if facts is None or config.data.packing == "best_fit":
         return
     total = sum(source.weight for source in config.data.train)
-    room = [source.tokens for source in facts.sources if source.split == "train"]
+    available = [source.tokens for source in facts.sources if source.split == "train"]
     passes = passes_drawn(config, facts, Schedule.of(config).total_samples)
-    for source, tokens, drawn in zip(config.data.train, room, passes, strict=True):
+    for source, tokens, drawn in zip(config.data.train, available, passes, strict=True):
         if drawn != (1, False):
             times = trunk.tokens * source.weight / total / tokens
             raise ConfigError(

@@ -86,7 +86,7 @@ def report_of(
     ]
     return {
         "study": fit.study,
-        "asked": list(_asked(study, fit, final, collected)),
+        "asked": list(_request_rows(study, fit, final, collected)),
         "statements": list(statements(fit)),
         "laws": listings(fit, final),
         "best": _best(fit, final),
@@ -94,7 +94,9 @@ def report_of(
         "left_out": list(collected.left_out.items()) if collected is not None else [],
         "notes": notes(fit),
         "interval": f"{fit.interval:.0%}",
-        "commands": [f"python -m tools.scaling {verb} {' '.join(said)}" for verb, said in commands],
+        "commands": [
+            f"python -m tools.scaling {verb} {' '.join(arguments)}" for verb, arguments in commands
+        ],
     }
 
 
@@ -143,7 +145,7 @@ def estimate(value: Estimate | None, text: Callable[[float], str] = number) -> s
 # --- sections -------------------------------------------------------------------------------------
 
 
-def _asked(
+def _request_rows(
     study: Study, fit: StudyFit, final: pd.DataFrame, collected: Collected | None
 ) -> Iterator[tuple[str, str]]:
     for number_of, (variant, words) in enumerate(study.variants.items()):
@@ -152,7 +154,7 @@ def _asked(
     yield "base run", Path(study.base).name
     if study.settings:
         yield "settings of all runs", " ".join(study.settings)
-    yield "sizes", ", ".join(size.told for size in study.sizes) or "given with the budgets"
+    yield "sizes", ", ".join(size.label for size in study.sizes) or "given with the budgets"
     lengths: dict[str, Sequence[float]] = {
         "training compute, FLOPs": [budget.flops for budget in study.budgets],
         "training tokens": study.tokens,

@@ -135,7 +135,7 @@ class Size:
     )
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """Text that describes the size: its width, or its number of parameters."""
         return (
             f"width {self.width}" if self.width is not None else f"{self.parameters:g} parameters"
@@ -448,7 +448,7 @@ def _check_sizes(key: str, sizes: tuple[Size, ...]) -> None:
     repeated = _repeated(sizes)
     if repeated is not None:
         raise ConfigError(
-            f"{key}: {repeated.told} is given twice, so two runs would be the same; give it once"
+            f"{key}: {repeated.label} is given twice, so two runs would be the same; give it once"
         )
 
 

@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = {name: getattr(given, name) for name in ("step", "sample", "find", "document")}
     ((option, value),) = ((name, value) for name, value in options.items() if value is not None)
 
-    def tell() -> None:
+    def print_rows() -> None:
         with convert_os_errors():
             rows = _rows(given.run_dir, option, value)
         if given.json:
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print(f"{given.run_dir}: no step of the run reads this document")
 
-    return run("tools.tokens", tell)
+    return run("tools.tokens", print_rows)
 
 
 def _rows(run_dir: Path, option: str, value: Any) -> list[dict[str, Any]]:
@@ -97,7 +97,9 @@ def _rows(run_dir: Path, option: str, value: Any) -> list[dict[str, Any]]:
     if option in ("step", "sample"):
         record, samples = (_step if option == "step" else _sample)(records, value)
         order = _opened(run_dir, record)
-        return _told(record, order, [piece for sample in samples for piece in order.pieces(sample)])
+        return _output_rows(
+            record, order, [piece for sample in samples for piece in order.pieces(sample)]
+        )
     wanted = _named if option == "find" else _numbered
     rows, faults = list[dict[str, Any]](), list[ConfigError]()
     for record in records:
@@ -107,7 +109,9 @@ def _rows(run_dir: Path, option: str, value: Any) -> list[dict[str, Any]]:
         except ConfigError as error:  # a stage that has not begun, or that reads other sources
             faults.append(error)
             continue
-        rows += _told(record, order, [piece for piece in pieces if piece.sample < record.steps.end])
+        rows += _output_rows(
+            record, order, [piece for piece in pieces if piece.sample < record.steps.end]
+        )
     if len(faults) == len(records):
         raise faults[0]
     for fault in faults:
@@ -152,7 +156,7 @@ def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, Iterable[in
 
 def _opened(run_dir: Path, record: RunRecord) -> Order:
     order = open_order(run_dir, record.parts, record.order_samples, record.contents_key)
-    faults = dict.fromkeys(source.beside.fault for source in order.sources)
+    faults = dict.fromkeys(source.sibling_facts.fault for source in order.sources)
     for fault in filter(None, faults):
         print(
             f"tools.tokens: {fault}: ids and the ends of documents within a sample are unknown",
@@ -174,11 +178,11 @@ def _named(order: Order, name: str) -> dict[int, list[int]]:
     exists.
     """
     raw = os.fsencode(name)
-    unknown = [source.prefix for source in order.sources if source.beside.ids is None]
+    unknown = [source.prefix for source in order.sources if source.sibling_facts.ids is None]
     lines = {raw, line_of(raw)}
     found = dict[int, list[int]]()
     for number, source in enumerate(order.sources):
-        ids = source.beside.ids
+        ids = source.sibling_facts.ids
         if ids is not None:
             documents = {document for line in lines for document in numbers_of(ids, line)}
             found[number] = sorted(documents)
@@ -193,7 +197,7 @@ def _named(order: Order, name: str) -> dict[int, list[int]]:
     return found
 
 
-def _told(record: RunRecord, order: Order, pieces: list[Piece]) -> list[dict[str, Any]]:
+def _output_rows(record: RunRecord, order: Order, pieces: list[Piece]) -> list[dict[str, Any]]:
     """Return the rows of the output, one for each part of a document in a sample.
 
     A sample of a stage is written in the form that ``--sample`` accepts.
@@ -201,7 +205,7 @@ def _told(record: RunRecord, order: Order, pieces: list[Piece]) -> list[dict[str
     ids: list[dict[int, str]] = []
     for number, source in enumerate(order.sources):
         documents = {piece.document for piece in pieces if piece.source == number}
-        file = source.beside.ids
+        file = source.sibling_facts.ids
         ids.append(lines_at(file, documents) if file and documents else {})
     rows, steps, seen = [], record.steps, record.steps.seen
     for sample, number, document, start, stop in pieces:

@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Beside:
+class SiblingFacts:
     """Facts from the files next to a source's .bin file.
 
     lengths: tokens of each document, int32 [n]; None if unavailable.
@@ -72,9 +72,9 @@ class Source:
     """
 
     def __init__(self, base: Path, source: SourceContents, cache: Path) -> None:
-        self.prefix, self.beside = (
+        self.prefix, self.sibling_facts = (
             source.prefix,
-            _beside(source, local_prefix(source.prefix, cache)),
+            _sibling_facts(source, local_prefix(source.prefix, cache)),
         )
         self.documents, self.samples, self.shuffle = (
             _mapped(base, name) for name in ("document", "sample", "shuffle")
@@ -90,8 +90,8 @@ class Source:
         (first, start), (last, end) = self.samples[row].tolist(), self.samples[row + 1].tolist()
         for place in range(first, last + 1):
             document, stop = int(self.documents[place]), end if place == last else None
-            if stop is None and self.beside.lengths is not None:
-                stop = int(self.beside.lengths[document])
+            if stop is None and self.sibling_facts.lengths is not None:
+                stop = int(self.sibling_facts.lengths[document])
             if stop is None or stop > start:
                 yield document, start, stop
             start = 0
@@ -124,15 +124,15 @@ class PackedSource(Source):
         self.documents = self.documents[:, 0]
 
     def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
-        row, room = int(self.shuffle[position]), self.length
+        row, remaining = int(self.shuffle[position]), self.length
         here = slice(*self.samples[row : row + 2].tolist())
         for document, before in zip(
             self.documents[here].tolist(), self.before[here].tolist(), strict=True
         ):
             start, stop = before * self.length, None
-            if self.beside.lengths is not None:
-                stop = min(int(self.beside.lengths[document]), start + room)
-                room -= stop - start
+            if self.sibling_facts.lengths is not None:
+                stop = min(int(self.sibling_facts.lengths[document]), start + remaining)
+                remaining -= stop - start
             if stop is None or stop > start:
                 yield document, start, stop
 
@@ -302,7 +302,7 @@ def _megatron(run_dir: Path) -> str:
         ) from None
 
 
-def _beside(source: SourceContents, prefix: str) -> Beside:
+def _sibling_facts(source: SourceContents, prefix: str) -> SiblingFacts:
     """Return the facts from the files next to a source's .bin file.
 
     The .idx file must have the recorded checksum. If the manifest has the file's size, the
@@ -310,13 +310,13 @@ def _beside(source: SourceContents, prefix: str) -> Beside:
     """
     index, ids = Path(f"{prefix}.idx"), Path(f"{prefix}.ids")
     if not index.is_file():
-        return Beside(fault=f"{index} no longer exists")
+        return SiblingFacts(fault=f"{index} no longer exists")
     manifest = read_manifest(index.with_name("manifest.json"))
     entry = manifest.splits.get(ids.stem, {}) if manifest else {}
     same_size = entry.get("idx_bytes") == index.stat().st_size
     if (entry["idx_sha256"] if same_size else sha256(index)) != source.idx_sha256:
-        return Beside(fault=f"{index} is not the file that the run read")
+        return SiblingFacts(fault=f"{index} is not the file that the run read")
     recorded = (
         same_size and entry["ids"] and ids.is_file() and ids.stat().st_size == entry["ids"]["bytes"]
     )
-    return Beside(read_index(index).lengths, ids if recorded else None)
+    return SiblingFacts(read_index(index).lengths, ids if recorded else None)

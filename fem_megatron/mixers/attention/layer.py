@@ -56,7 +56,7 @@ class Attention(Update):
         A decoding state without fixed size is cut to the tokens that the next token can see.
         """
         length = k.shape[2]
-        if context.room is None and context.state is not None:
+        if context.capacity is None and context.state is not None:
             for name, t in (("k", k), ("v", v)):
                 context.keep(name, t[:, :, max(0, length - window + 1) :])
 
@@ -64,7 +64,7 @@ class Attention(Update):
             valid = None if valid is None else valid[:, -k.shape[2] :]
             return windowed_attention(q, k, v, window, valid, scale=self.shape.scale)
 
-        return context.apart(read, q, k, v, keys=(1, 2))
+        return context.per_document(read, q, k, v, keys=(1, 2))
 
     def project(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of the normalised slice h.

@@ -64,7 +64,7 @@ class CemAttention(Update):
 
     def build(self) -> None:
         self.precondition = Preconditioner(
-            self.shape.switches.preconditioner, self.shape.hidden, self.parallel, whole=False
+            self.shape.switches.preconditioner, self.shape.hidden, self.parallel, full=False
         )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -77,15 +77,15 @@ class CemAttention(Update):
         h: the normalised stream. x: the starting point of the steps. Both are sliced like the
         stream.
         """
-        whole = self.parallel.enter(h)
-        context = context.without_gap(whole.shape[0])
-        k, seen = self.remember(whole, context)
-        back = self.precondition(self.query(), whole.shape[0] * whole.shape[1])
+        full = self.parallel.enter(h)
+        context = context.without_gap(full.shape[0])
+        k, seen = self.remember(full, context)
+        back = self.precondition(self.query(), full.shape[0] * full.shape[1])
         biases = self.biases(k)
         for step in range(self.shape.switches.steps_attention):
             # For x = h, u is computed from the gathered h, which saves an exchange.
-            u = self._norm(whole) if step == 0 and x is h else self.parallel.enter(self._norm(x))
-            q, diagonal = self.look(u, seen)
+            u = self._norm(full) if step == 0 and x is h else self.parallel.enter(self._norm(x))
+            q, diagonal = self.score_inputs(u, seen)
             o = self.read(q, k, biases, diagonal, context)
             x = torch.add(
                 x,
@@ -137,19 +137,19 @@ class CemAttention(Update):
             if diagonal is None
             else (diagonal.u[:, None].to(k.dtype), diagonal.h[:, None], diagonal.d)
         )
-        return context.apart(read, q.to(k.dtype), k, u, h, each=(slopes, d), keys=(1, 3))
+        return context.per_document(read, q.to(k.dtype), k, u, h, each=(slopes, d), keys=(1, 3))
 
-    def remember(self, whole: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+    def remember(self, full: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return this rank's k [b, local heads, past + s, r] and h [b, past + s, D].
 
         h is None without a diagonal. Both include the past and are stored in the state.
         """
-        k = context.extend("k", self._heads(self.key(whole)), dim=2)
+        k = context.extend("k", self._heads(self.key(full)), dim=2)
         return k, None if self.shape.switches.diagonal == "none" else context.extend(
-            "h", whole.transpose(0, 1).to(k.dtype), dim=1
+            "h", full.transpose(0, 1).to(k.dtype), dim=1
         )
 
-    def look(self, u: Tensor, h: Tensor | None) -> tuple[Tensor, Diagonal | None]:
+    def score_inputs(self, u: Tensor, h: Tensor | None) -> tuple[Tensor, Diagonal | None]:
         """Return q [b, local heads, s, r] and the inputs of the scores' diagonal part.
 
         The second value is None without a diagonal.
@@ -213,7 +213,7 @@ class CemAttention(Update):
         k, seen = self.remember(self.parallel.enter(h), context)
         energies, largest = [], []
         for end in (start, after):
-            q, diagonal = self.look(self.parallel.enter(self._norm(end))[tokens], seen)
+            q, diagonal = self.score_inputs(self.parallel.enter(self._norm(end))[tokens], seen)
             scores = interaction_scores(
                 q,
                 k,
@@ -254,7 +254,7 @@ class CemMlp(Update):
 
     def build(self) -> None:
         self.precondition = Preconditioner(
-            self.shape.switches.preconditioner, self.shape.hidden, self.parallel, whole=True
+            self.shape.switches.preconditioner, self.shape.hidden, self.parallel, full=True
         )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -267,12 +267,12 @@ class CemMlp(Update):
         h: the normalised stream. x: the starting point of the steps. Both are sliced like the
         stream.
         """
-        whole = self.parallel.enter(h)
-        gamma = self.gamma(whole)
-        back = self.precondition(self.up(), whole.shape[0] * whole.shape[1])
+        full = self.parallel.enter(h)
+        gamma = self.gamma(full)
+        back = self.precondition(self.up(), full.shape[0] * full.shape[1])
         for step in range(self.shape.switches.steps_mlp):
             z = (
-                linear(self._norm(whole), self.up())
+                linear(self._norm(full), self.up())
                 if step == 0 and x is h
                 else self.parallel.project(self._norm(x), self.up())
             )
@@ -355,12 +355,12 @@ class Preconditioner(Layer):
     (``parallel.share``); otherwise the weights are the rank's own.
     """
 
-    def __init__(self, kind: str, hidden: int, parallel: Parallel, *, whole: bool) -> None:
+    def __init__(self, kind: str, hidden: int, parallel: Parallel, *, full: bool) -> None:
         super().__init__()
         self.kind = kind
         self.hidden = hidden
         self.parallel = parallel
-        self.whole = whole
+        self.whole = full
 
     def forward(self, w: Tensor, tokens: int) -> Callable[[Tensor], Tensor]:
         """Return the function c [..., G m] -> sum_g c_g W_g P_g [..., D], for w = W [G m, D].
@@ -381,11 +381,11 @@ class Preconditioner(Layer):
             folded = self.times(rows, diagonal, factors).flatten(0, 1)
             return lambda c: c @ folded
 
-        def apart(c: Tensor) -> Tensor:
+        def per_document(c: Tensor) -> Tensor:
             groups = c.reshape(-1, *rows.shape[:2]).transpose(0, 1) @ rows
             return self.times(groups, diagonal, factors).sum(0).view(*c.shape[:-1], -1)
 
-        return apart
+        return per_document
 
     def times(
         self, rows: Tensor, diagonal: Tensor, factors: tuple[Tensor, Tensor] | None

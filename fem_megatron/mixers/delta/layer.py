@@ -63,7 +63,7 @@ class DeltaNet(Update):
             context.keep("matrix", state)
             return o
 
-        o = context.apart(read, _unit(q), _unit(k), v, beta, log_decay)
+        o = context.per_document(read, _unit(q), _unit(k), v, beta, log_decay)
         o = rms_norm(o.permute(2, 0, 1, 3), self.parallel.share(self.head_norm()), shape.norm_eps)
         o = o * silu(gate) if shape.gated else o
         return x + self.parallel.leave(self.out_proj(o.flatten(2)))

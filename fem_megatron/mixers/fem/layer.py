@@ -167,7 +167,7 @@ class TimeDecayConditioner(Layer):
                 a, f, None if self.backward else first, context, backward=self.backward
             )
 
-        state = context.apart(scan, a, f, passes=True, batch=1, time=0, heads=2)
+        state = context.per_document(scan, a, f, passes=True, batch=1, time=0, heads=2)
         if not self.backward:
             context.keep("state", state[-1])
         if self.parallel.size > 1:

@@ -131,7 +131,7 @@ class ScanPrior(Prior):
                 return self._pass(q, k, decay, values, span, context)
             return self._read(q, k, decay, values, decision, causal=context.causal)
 
-        return context.apart(read, q, k, decay, v, lam, gate, each=(beta,), passes=passes)
+        return context.per_document(read, q, k, decay, v, lam, gate, each=(beta,), passes=passes)
 
     def _span(
         self, v: Tensor, beta: Tensor, split: SequenceSplit, decision: Decision
@@ -316,7 +316,7 @@ class AftPrior(Prior):
                 context.keep("sums", sums)
             return o
 
-        return context.apart(read, k, v, lam, gate, query, each=(beta,))
+        return context.per_document(read, k, v, lam, gate, query, each=(beta,))
 
     def _positive(self, q: Tensor) -> Tensor:
         """Return softplus(q), RMS-normalised over a head.
@@ -376,7 +376,9 @@ class MambaPrior(Prior):
         b_in = softplus(b_in) + EPS
         c_out = softplus(c_out) + EPS
         v = v.sigmoid() if shape.squash else v
-        return context.apart(read, delta, b_in, c_out, v, lam, gate, each=(self._rate(wide), beta))
+        return context.per_document(
+            read, delta, b_in, c_out, v, lam, gate, each=(self._rate(wide), beta)
+        )
 
     def _step_logit(self, wide: torch.dtype) -> Tensor:
         """Return the logits of the initial steps plus the learned bias, [local heads, 1, d_v]."""

@@ -56,7 +56,7 @@ class FlaLayer(Update):
             out: Tensor = self.layer(h, attention_mask=None if valid is None else valid.long())[0]
             return out
 
-        return x + context.apart(read, h, time=1)[:, -x.shape[0] :].transpose(0, 1)
+        return x + context.per_document(read, h, time=1)[:, -x.shape[0] :].transpose(0, 1)
 
     def require_gpu(self, x: Tensor) -> None:
         """Raise ValueError if x is on the CPU, for which the package has no kernels."""

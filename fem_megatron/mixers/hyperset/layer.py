@@ -123,14 +123,14 @@ class HyperSet(Update):
                 context.keep("sums", sums)
                 return o
 
-            o = context.apart(read_linear, z, passes=context.causal)
+            o = context.per_document(read_linear, z, passes=context.causal)
         else:
             read = partial(symmetric_attention, kind=kind, causal=context.causal)
             keys = context.extend("z", z, dim=2)
             # Without a past, queries and keys are one tensor, which saves memory.
             one = keys is z and not (context.split and context.split.gathers)
             given = (z,) if one else (z, keys)
-            o = context.apart(
+            o = context.per_document(
                 lambda valid, z, keys=None: read(z, keys, valid=valid),
                 *given,
                 keys=() if one else (1,),

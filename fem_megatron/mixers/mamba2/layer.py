@@ -78,5 +78,5 @@ class Mamba2(Update):
             context.keep("matrix", state)
             return y
 
-        y = context.apart(read, c, b, v, log_decay.permute(1, 2, 0), passes=True)
+        y = context.per_document(read, c, b, v, log_decay.permute(1, 2, 0), passes=True)
         return y.permute(2, 0, 1, 3).to(u.dtype)

@@ -110,17 +110,17 @@ class SecondOrderAttention(_EnergyHeads):
             )
         k = context.extend("k", k, dim=2)
         temperature, newton = self.temperatures()
-        whole = partial(
+        full = partial(
             second_order_attention, exact=self.shape.exact, jitter=self.shape.switches.jitter
         )
 
         def read(
             valid: Tensor | None, q: Tensor, k: Tensor, turn: Tensor | None, *each: Tensor
         ) -> Tensor:
-            return whole(q, k, *each, causal=context.causal, valid=valid, turn=turn)
+            return full(q, k, *each, causal=context.causal, valid=valid, turn=turn)
 
         return self.back(
-            context.apart(
+            context.per_document(
                 read,
                 q,
                 k,
@@ -216,7 +216,9 @@ class EnergyLinearAttention(_EnergyHeads):
             mean = self.shape.switches.linear_read == "mean"
             return o / self.tokens_seen(valid, k, context)[:, None, :, None] if mean else o
 
-        o = context.apart(read, self.rotated(q.to(wide), turn), k.to(wide), passes=context.causal)
+        o = context.per_document(
+            read, self.rotated(q.to(wide), turn), k.to(wide), passes=context.causal
+        )
         return self.back(self.rotated(o, turn, back=True).to(k.dtype))
 
     def rotated(self, x: Tensor, turn: Tensor | None, *, back: bool = False) -> Tensor:

@@ -73,11 +73,11 @@ class Plan(NamedTuple):
         } | more
         # If some rows do not begin at multiples of 16 bytes, each number has a separate address,
         # and 4 warps would spill.
-        apart = any(width % 8 and width > 1 for width in (self.key_width, self.value_width))
-        warps = 8 if not self.wide and (apart or (gradients and self.decay == CHANNEL)) else 4
+        odd_widths = any(width % 8 and width > 1 for width in (self.key_width, self.value_width))
+        warps = 8 if not self.wide and (odd_widths or (gradients and self.decay == CHANNEL)) else 4
         return {name: value for name, value in constants.items() if name in kernel.arg_names} | {
             "num_warps": warps,
-            "num_stages": 3 if states and not apart else 2,
+            "num_stages": 3 if states and not odd_widths else 2,
         }
 
 

@@ -179,7 +179,7 @@ def test_results_of_other_settings_weights_or_tasks_are_not_mixed(
     another()
 
 
-def test_a_task_that_fails_is_named_and_the_others_go_on(run: Run) -> None:
+def test_a_task_that_fails_is_named_and_the_others_continue(run: Run) -> None:
     suite_file(Path("s.yaml"), "task: tiny_broken", WORDS)
     code, out, err = run()
     assert code == 1 and result("tiny_words")["n"] == 3 and "tiny_broken" in out
@@ -301,14 +301,14 @@ def killed_amid(kept: Path, arguments: list[str]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list[int]) -> None:
+def test_after_a_kill_the_rest_is_evaluated(tmp_path: Path, llama: Path, calls: list[int]) -> None:
     """Finished tasks are kept; of the interrupted one only the rest is computed, with the same
     numbers; Ctrl-C is reported.
     """
-    asked = 60
+    requested = 60
     many = [
         {"text": f"{i} plus one is", "choices": [" two words", " a number"], "answer": i % 2}
-        for i in range(asked)
+        for i in range(requested)
     ]
     task_folder(tmp_path / "tasks", choices=many)
     suite = suite_file(tmp_path / "s.yaml", WORDS, "task: tiny_choices, fewshot: 2")
@@ -324,16 +324,18 @@ def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list
     ]
     kept = tmp_path / "out/llama/.answers/tiny_choices.jsonl"
     assert killed_amid(kept, [*arguments, str(tmp_path / "out")]) == -signal.SIGKILL
-    whole = tmp_path / "out/llama/tiny_words.json"
-    before, lines = whole.stat().st_mtime_ns, kept.read_bytes().split(b"\n")
+    full = tmp_path / "out/llama/tiny_words.json"
+    before, lines = full.stat().st_mtime_ns, kept.read_bytes().split(b"\n")
     known = {json.loads(line)[0] for line in lines[1:-1]}
-    assert 10 <= len(known) < 2 * asked and not (tmp_path / "out/llama/tiny_choices.json").exists()
+    assert (
+        10 <= len(known) < 2 * requested and not (tmp_path / "out/llama/tiny_choices.json").exists()
+    )
     with kept.open("ab") as file:
         file.write(b'["half a li')  # a crash of the machine can leave half a line
 
     assert main([*arguments, str(tmp_path / "out")]) == 0
-    assert sum(calls) == 2 * asked - len(known)
-    assert whole.stat().st_mtime_ns == before and not kept.exists()
+    assert sum(calls) == 2 * requested - len(known)
+    assert full.stat().st_mtime_ns == before and not kept.exists()
     assert main([*arguments, str(tmp_path / "other")]) == 0
     results = [
         json.loads((tmp_path / folder / "llama/tiny_choices.json").read_text())
@@ -342,7 +344,7 @@ def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list
     assert results[0] | {"seconds": 0} == results[1] | {"seconds": 0}
 
 
-def test_an_interruption_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 

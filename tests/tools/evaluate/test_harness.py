@@ -30,7 +30,7 @@ from tests.tools.evaluate.tiny import (
 from tests.tools.refusals import Refused
 from tools.evaluate import results
 from tools.evaluate.catalogue import find_tasks
-from tools.evaluate.harness import Adaptor, Answers, Asked, NotANumber, ask
+from tools.evaluate.harness import Adaptor, Answered, Answers, NotANumber, ask
 from tools.evaluate.suite import SuiteTask, load_suite
 from tools.hf.open_model import OpenModel
 
@@ -189,8 +189,8 @@ def test_generation_is_greedy_decoding_at_any_batch_size(
     expected = [written_by_hand(model, context, 8) for context in contexts]
     settings = {"until": ["\n"], "do_sample": False, "max_gen_toks": 8}
     for batch_size in (1, 3):
-        asked = requests("generate_until", *((context, settings) for context in contexts))
-        assert adaptor(model, batch_size).generate_until(asked) == expected
+        answered = requests("generate_until", *((context, settings) for context in contexts))
+        assert adaptor(model, batch_size).generate_until(answered) == expected
 
 
 def test_a_continuation_that_the_context_would_swallow(adaptor: Callable[..., Adaptor]) -> None:
@@ -201,7 +201,7 @@ def test_a_continuation_that_the_context_would_swallow(adaptor: Callable[..., Ad
     assert ours._encode_pair("x", "s") == ([2], [2])
 
 
-def test_models_that_cannot_be_asked(adaptor: Callable[..., Adaptor], raised: Refused) -> None:
+def test_models_that_cannot_be_evaluated(adaptor: Callable[..., Adaptor], raised: Refused) -> None:
     raised(Adaptor, OpenModel("x", Path(), None, None, None, {}), 1)
     raised(Adaptor, opened("fem_softmax", causal=False), 1)
     raised(Adaptor, opened("mha2nd"), 1, max_length=513)
@@ -214,9 +214,9 @@ def test_models_that_cannot_be_asked(adaptor: Callable[..., Adaptor], raised: Re
 # --- complete tasks -------------------------------------------------------------------------------
 
 
-def asked(
+def answered(
     tmp_path: Path, model: OpenModel, task: str, limit: int | None = None, **rows: Any
-) -> tuple[SuiteTask, Asked]:
+) -> tuple[SuiteTask, Answered]:
     task_folder(tmp_path / "tasks", **rows)
     suite = load_suite(str(suite_file(tmp_path / "s.yaml", task)))
     with Answers(tmp_path / "answers" / "x.jsonl", {}) as answers:
@@ -243,7 +243,7 @@ def right(
 
 def test_multiple_choice_and_its_standard_error(tmp_path: Path) -> None:
     model = opened("fem_gla")
-    column, found = asked(tmp_path, model, "task: tiny_choices, metric: acc_norm, fewshot: 0")
+    column, found = answered(tmp_path, model, "task: tiny_choices, metric: acc_norm, fewshot: 0")
     plain, normalised = right(model, CHOICES), right(model, CHOICES, normalised=True)
     assert plain != normalised, "else acc could not be told from acc_norm"
     for metric, scores in (("acc", plain), ("acc_norm", normalised)):
@@ -265,7 +265,7 @@ def test_multiple_choice_and_its_standard_error(tmp_path: Path) -> None:
 
 def test_examples_in_the_prompt(tmp_path: Path) -> None:
     model = opened("transformer")
-    _, found = asked(tmp_path, model, "task: tiny_choices, fewshot: 2", limit=3)
+    _, found = answered(tmp_path, model, "task: tiny_choices, fewshot: 2", limit=3)
     before = "".join(f"{row['text']}{row['choices'][0]}\n\n" for row in SHOWN)
     assert len(before) + len("abcabcab") + 5 < CONTEXT
     assert found.scores["tiny_choices"]["acc,none"] == pytest.approx(
@@ -274,9 +274,9 @@ def test_examples_in_the_prompt(tmp_path: Path) -> None:
     assert (found.fewshot, found.counts) == (2, {"tiny_choices": 3})
 
 
-def test_a_group_weighs_by_size_and_tells_its_parts(tmp_path: Path) -> None:
+def test_a_group_weighs_by_size_and_reports_its_parts(tmp_path: Path) -> None:
     model = opened("transformer")
-    column, found = asked(
+    column, found = answered(
         tmp_path, model, "task: tiny_group, fewshot: 0, subtask_chance: {tiny_fewer: 0.25}"
     )
     result, scores = results.harness_result(column, found), right(model, CHOICES)
@@ -292,7 +292,7 @@ def test_a_group_weighs_by_size_and_tells_its_parts(tmp_path: Path) -> None:
 
 def test_log_likelihood_tasks(tmp_path: Path) -> None:
     model = opened("fem_gla")
-    column, found = asked(
+    column, found = answered(
         tmp_path, model, "task: tiny_words, metric: perplexity, higher_is_better: false"
     )
     values = [by_hand(model, row["text"], row["target"]) for row in WORDS]
@@ -312,7 +312,7 @@ def test_written_answers(tmp_path: Path) -> None:
     ]
     expected = [written_by_hand(model, row["text"], 6) == row["answer"] for row in rows]
     rows.insert(1, {"text": "q", "answer": written_by_hand(model, "q", 6)})
-    _, found = asked(tmp_path, model, "task: tiny_written, metric: exact_match", written=rows)
+    _, found = answered(tmp_path, model, "task: tiny_written, metric: exact_match", written=rows)
     assert found.scores["tiny_written"]["exact_match,none"] == pytest.approx(
         (1 + sum(expected)) / 3
     )

@@ -95,7 +95,7 @@ def missing(suite: str | Path) -> str:
     return stream.getvalue()
 
 
-def test_a_data_set_is_in_the_cache_or_told(
+def test_a_data_set_is_in_the_cache_or_reported(
     tmp_path: Path, offline: Path, wording: Wording
 ) -> None:
     """Cases: absent, another configuration, damaged; a missing file."""

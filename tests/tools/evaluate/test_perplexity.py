@@ -394,20 +394,20 @@ class Stops:
         return self.model(**inputs)
 
 
-def test_an_interrupted_measurement_goes_on_to_the_same_number(
+def test_an_interrupted_measurement_continues_to_the_same_number(
     fem: OpenModel, prefix: Path, tmp_path: Path
 ) -> None:
     task = one(prefix, 8, 12, stride=4)
-    whole = measured(fem, task, batch_size=3)
+    full = measured(fem, task, batch_size=3)
     calls = Stops(fem.model, 10**6)
     for at in (4, 1):
         with pytest.raises(KeyboardInterrupt):
             measured(replace(fem, model=Stops(fem.model, at)), task, tmp_path, batch_size=3)
     again = measured(replace(fem, model=calls), task, tmp_path, batch_size=3)
     assert (again["value"], again["stderr"], again["subtasks"]) == (
-        whole["value"],
-        whole["stderr"],
-        whole["subtasks"],
+        full["value"],
+        full["stderr"],
+        full["subtasks"],
     )
     everything = sum(
         math.ceil(len(list(windows([(0, sum(LENGTHS))], size, 4))) / 3) for size in (8, 12)
@@ -419,7 +419,7 @@ def test_an_interruption_amid_a_batch_leaves_the_batch_to_do(
     fem: OpenModel, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, add, calls = one(prefix, 8), Sums.add, list[int]()
-    whole = measured(fem, task, batch_size=2)
+    full = measured(fem, task, batch_size=2)
 
     def interrupted(sums: Sums, *arguments: Any) -> None:
         calls.append(0)
@@ -432,7 +432,7 @@ def test_an_interruption_amid_a_batch_leaves_the_batch_to_do(
         measured(fem, task, tmp_path, batch_size=2)
     (kept,) = Kept(tmp_path / ".valid.partial.json").sums.values()
     assert kept.position == 17, "one batch"
-    assert measured(fem, task, tmp_path, batch_size=2)["value"] == whole["value"]
+    assert measured(fem, task, tmp_path, batch_size=2)["value"] == full["value"]
 
 
 def test_sums_on_disk_are_of_one_measurement_alone(
@@ -480,11 +480,11 @@ def test_sums_on_disk_are_of_one_measurement_alone(
 def test_a_result_fits_the_tokens_not_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = results.Settings(None, None, None, None, "")
+    requested = results.Settings(None, None, None, None, "")
 
     def complaint(task: SuiteTask) -> str | None:
         return results.fitting(
-            tmp_path, "model", "key", task, asked.of(task, data_digest(tmp_path, task))
+            tmp_path, "model", "key", task, requested.of(task, data_digest(tmp_path, task))
         )
 
     task = one(write_text(tmp_path / "valid"), 8)
@@ -492,7 +492,7 @@ def test_a_result_fits_the_tokens_not_their_place(
         "format": results.FORMAT,
         "model_key": "key",
         "metric": task.metric,
-        "settings": asked.of(task, data_digest(tmp_path, task)),
+        "settings": requested.of(task, data_digest(tmp_path, task)),
     }
     results.write(tmp_path, "model", task, made)
     assert json.loads(results.result_file(tmp_path, "model", task).read_text())["settings"][
@@ -535,8 +535,8 @@ def test_a_result_fits_the_tokens_not_their_place(
 def test_mistakes(
     prefix: Path, raised: Refused, model: dict[str, Any], data: str | None, task: dict[str, Any]
 ) -> None:
-    asked = one(prefix, 8, **{**task, "data": data and str(prefix.with_name(data))})
-    raised(measured, opened(**model), asked)
+    requested = one(prefix, 8, **{**task, "data": data and str(prefix.with_name(data))})
+    raised(measured, opened(**model), requested)
 
 
 def test_data_and_models_that_are_none(

@@ -30,7 +30,7 @@ def test_rescaled_by_hand(value: float, chance: float, expected: float) -> None:
     assert rescale(Score(value, chance=chance)).value == pytest.approx(expected, abs=0.005)
 
 
-def test_subtasks_of_unlike_baselines_are_rescaled_before_the_average() -> None:
+def test_subtasks_of_different_baselines_are_rescaled_before_the_average() -> None:
     """MuSR from the same page: 0.7, 0.4, 0.6 over 0.5, 0.2, 1/3 is 40, 25, 40, together 35; 0.3 of
     two choices is 0, not -40.
     """
@@ -97,7 +97,7 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-def test_a_number_that_is_none_is_told_with_its_file(tmp_path: Path, raised: Refused) -> None:
+def test_a_number_that_is_none_is_reported_with_its_file(tmp_path: Path, raised: Refused) -> None:
     for changes in WRONG:
         write(tmp_path, "fem", "arc", **{"value": 0.31, **changes})
         raised(read, [tmp_path], error=ScoreError)
@@ -119,7 +119,7 @@ UNLIKE: list[dict[str, Any]] = [
 ]
 
 
-def test_models_that_were_asked_unlike_things_do_not_meet_in_a_column(
+def test_models_that_were_evaluated_differently_do_not_meet_in_a_column(
     tmp_path: Path, raised: Refused
 ) -> None:
     write(tmp_path, "fem", "arc", 0.31)

@@ -158,7 +158,7 @@ WRONG = [
 ]
 
 
-def test_a_wrong_suite_is_told(tmp_path: Path, raised: Refused) -> None:
+def test_a_wrong_suite_is_reported(tmp_path: Path, raised: Refused) -> None:
     for text in WRONG:
         (tmp_path / "s.yaml").write_text(text)
         raised(load_suite, str(tmp_path / "s.yaml"))
@@ -178,6 +178,8 @@ def test_a_wrong_suite_is_told(tmp_path: Path, raised: Refused) -> None:
         "task: tiny_words, metric: perplexity",
     ],
 )
-def test_a_task_that_is_not_what_the_suite_says(tmp_path: Path, raised: Refused, task: str) -> None:
+def test_a_task_that_is_not_what_the_suite_states(
+    tmp_path: Path, raised: Refused, task: str
+) -> None:
     task_folder(tmp_path / "tasks")
     raised(find_tasks, load_suite(str(suite_file(tmp_path / "s.yaml", task))))

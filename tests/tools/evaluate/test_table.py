@@ -156,12 +156,13 @@ def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
         write(tmp_path, "a", name, value, task="ifeval", chance=0.0, stderr=0.02)
     write(tmp_path, "a", "arc", 0.9)
     names = {"gpqa": "gpqa", "musr": "musr", "instruction": "ifeval", "prompt": "ifeval"}
-    asked = [
+    requested = [
         SuiteTask(task=task, name=name, label=name, rescale="leaderboard")
         for name, task in names.items()
     ]
     table = table_of(
-        tmp_path, Suite("small", "", (), (*asked, SuiteTask(task="arc", name="arc", label="arc")))
+        tmp_path,
+        Suite("small", "", (), (*requested, SuiteTask(task="arc", name="arc", label="arc"))),
     )
     (row,) = table.rows
     rescaled = {name: score.value for name, score in row.rescaled.items()}
@@ -189,18 +190,18 @@ def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
 
 def test_what_the_suite_asks_otherwise_is_refused(tmp_path: Path, raised: Refused) -> None:
     write(tmp_path, "a", "arc", 0.3, settings={"task": "arc"})
-    asked: list[dict[str, Any]] = [
+    requested: list[dict[str, Any]] = [
         {"metric": "acc_norm"},
         {"fewshot": 5},
         {"task": "arc_easy", "name": "arc"},
         {"subtask_chance": {"easy": 0.5}},
     ]
-    for changes in asked:
+    for changes in requested:
         raised(table_of, tmp_path, suite("arc", **changes), error=ScoreError)
     raised(table_of, tmp_path, suite("copa"), error=ScoreError)
 
 
-def test_what_is_left_out_twice_there_or_asked_in_part_is_told(
+def test_what_is_left_out_twice_there_or_evaluated_in_part_is_reported(
     tmp_path: Path, wording: Wording
 ) -> None:
     for model in ("a", "b"):

@@ -246,13 +246,13 @@ def test_ctrl_c_keeps_the_text_so_far(
         patch.setattr(generation.Clock, "__call__", five_tokens)
         text, report = generate("transformer", PROMPT, *more, "--greedy", new=40, code=130)
     # A token is counted before it is streamed.
-    whole = generate("transformer", PROMPT, "--greedy", new=5 if more else 4)[0]
+    full = generate("transformer", PROMPT, "--greedy", new=5 if more else 4)[0]
     assert report.splitlines()[-1] == "interrupted"
     if more == ("--json",):
         found = json.loads(text)
-        assert found["interrupted"] and found["results"][0]["text"] + "\n" == whole
+        assert found["interrupted"] and found["results"][0]["text"] + "\n" == full
     else:
-        assert text == whole or text.startswith(whole.removesuffix("\n") + f"\n{BETWEEN}\nanother")
+        assert text == full or text.startswith(full.removesuffix("\n") + f"\n{BETWEEN}\nanother")
 
 
 MISTAKES = (

@@ -40,7 +40,7 @@ MODELS: dict[str, ModelConfig] = {name: config_of(name) for name in NAMES} | {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_cache_holds_what_the_formula_says(name: str) -> None:
+def test_a_cache_holds_what_the_formula_states(name: str) -> None:
     """Exact after a prompt, a chunk and each token; no tensor keeps more memory than its size, none
     is shared.
 
@@ -48,7 +48,7 @@ def test_a_cache_holds_what_the_formula_says(name: str) -> None:
     tensors are never replaced.
     """
     config, ids, held, places = MODELS[name], tokens(BATCH, 14), [], set()
-    whole = replace(config, attention=replace(config.attention, sliding_window=None))
+    full = replace(config, attention=replace(config.attention, sliding_window=None))
     model: Any = FemLMForCausalLM(FemLMConfig(config.__dict__)).eval().to(torch.bfloat16)
     cache, fixed, seen = model.new_cache(), model.new_cache(20), 0
     assert not (cache.is_initialized or fixed.is_initialized or any(cache))
@@ -68,7 +68,7 @@ def test_a_cache_holds_what_the_formula_says(name: str) -> None:
                     tensor.data_ptr() for layer in fixed.layers for tensor in layer.state.values()
                 )
             )
-            assert fixed.nbytes() == BATCH * decoding_state_bytes(whole, 20 + 1, 2)
+            assert fixed.nbytes() == BATCH * decoding_state_bytes(full, 20 + 1, 2)
     linear = (
         all(catalogue.MIXERS[mixer].cost == "T" for mixer in catalogue.mixer_names(config))
         or name == "hyperset_linear"

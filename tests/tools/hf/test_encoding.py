@@ -36,8 +36,10 @@ def read(opened: OpenModel, text: str) -> list[int]:
     """Return the ids of a prompt, after checking that generation and the harness agree."""
     settings: Any = SimpleNamespace(max_new_tokens=1)
     (generated,) = generation.encode(opened, [text], settings)
-    asked = Adaptor(opened, 1)
-    assert asked.tok_encode(text) == asked.tok_batch_encode([text])[0][0].tolist() == generated
+    requested = Adaptor(opened, 1)
+    assert (
+        requested.tok_encode(text) == requested.tok_batch_encode([text])[0][0].tolist() == generated
+    )
     return generated
 
 
@@ -65,7 +67,7 @@ def test_a_model_trained_here_reads_what_its_data_hold(tmp_path: Path) -> None:
         ]
 
 
-def test_another_projects_model_reads_what_its_tokenizer_says(tmp_path: Path) -> None:
+def test_another_projects_model_reads_what_its_tokenizer_states(tmp_path: Path) -> None:
     """For its folder, its import (also one that predates the record of it), the export of that, and
     the import of that.
     """

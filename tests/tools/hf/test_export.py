@@ -97,7 +97,7 @@ def test_a_transformer_needs_no_code(exports: Folders) -> None:
     assert "trust_remote_code" not in (exports["transformer"] / "README.md").read_text()
 
 
-def test_what_is_told_of_the_training(
+def test_what_is_reported_of_the_training(
     runs: Folders, exports: Folders, tmp_path: Path, wording: Wording
 ) -> None:
     """For programs: the data that an import restores; for readers: the model card, whose numbers
@@ -156,11 +156,11 @@ def test_little_is_known(
     (data / "manifest.json").write_text("{")
     edit_manifest(
         copy,
-        lambda told: told["config"]["data"].update(
+        lambda content: content["config"]["data"].update(
             train=[], valid=[{"prefix": str(data / "v")}], tokenizer=None
         ),
     )
-    edit_manifest(copy, lambda told: told["progress"].update(step=0, consumed_samples=0))
+    edit_manifest(copy, lambda content: content["progress"].update(step=0, consumed_samples=0))
     step_of(copy).rename(copy / "checkpoints" / "step_00000000")
     (copy / "metrics.jsonl").unlink()
     assert hf("export", copy, out) == 0
@@ -169,7 +169,7 @@ def test_little_is_known(
     assert json_object(out / "training.json")["heldout_loss"] is None
     # An imported checkpoint has its tokenizer at this path.
     shutil.copytree(runs["data"] / "tokenizer", copy / "checkpoints" / "tokenizer")
-    edit_manifest(copy, lambda told: told.update(heldout_loss=2.25))
+    edit_manifest(copy, lambda content: content.update(heldout_loss=2.25))
     assert hf("export", copy, out, "--overwrite") == 0
     assert (out / "tokenizer.json").is_file()
     assert "| 2.2500 |" in (out / "README.md").read_text()
@@ -219,7 +219,7 @@ def manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 def model(**changes: Any) -> Callable[[Path], None]:
-    return manifest(lambda told: told["config"]["model"].update(changes))
+    return manifest(lambda content: content["config"]["model"].update(changes))
 
 
 def zeros(run: Path) -> None:
@@ -253,8 +253,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty folder": (lambda run: (run.parent / "empty").mkdir(), "TMP/empty OUT"),
     "an export": (nothing, "EXPORT OUT"),
     "no manifest in the run": (lambda run: (step_of(run) / "manifest.json").unlink(), "RUN OUT"),
-    "no configuration": (manifest(lambda told: told.pop("config")), "STEP OUT"),
-    "no progress": (manifest(lambda told: told.pop("progress")), "RUN OUT"),
+    "no configuration": (manifest(lambda content: content.pop("config")), "STEP OUT"),
+    "no progress": (manifest(lambda content: content.pop("progress")), "RUN OUT"),
     "zeros": (zeros, "RUN OUT"),
     "an unknown key": (model(num_layer=1), "RUN OUT"),
     "another model": (model(num_layers=3), "RUN OUT"),
@@ -265,7 +265,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another tokenizer": (tokenizer(VOCAB - 1), "RUN OUT --tokenizer TMP/tokenizer"),
     "no tokenizer": (nothing, "RUN OUT --tokenizer RUN"),
     "a tokenizer that is gone": (
-        manifest(lambda told: told["config"]["data"].update(tokenizer="gone")),
+        manifest(lambda content: content["config"]["data"].update(tokenizer="gone")),
         "RUN OUT",
     ),
     "a license": (nothing, "RUN OUT --license Apache-2.0"),

@@ -111,9 +111,12 @@ def test_parts_that_do_not_fit_are_refused(copy: Path, raised: Refused, case: st
     PARTS[case](metadata)
     content = pickle.dumps(metadata)
     (step / ".metadata").write_bytes(content)
-    edit_manifest(copy, lambda told: told["files"].update({".metadata": len(content)}))
+    edit_manifest(copy, lambda manifest: manifest["files"].update({".metadata": len(content)}))
     edit_manifest(
-        copy, lambda told: told["sha256"].update({".metadata": hashlib.sha256(content).hexdigest()})
+        copy,
+        lambda manifest: manifest["sha256"].update(
+            {".metadata": hashlib.sha256(content).hexdigest()}
+        ),
     )
     raised(weights, step)
 
@@ -125,14 +128,14 @@ def test_the_folder_holds_the_weights_bit_for_bit(
     """Every file equals the one that the safetensors library writes for its tensors; in another
     dtype, the same numbers rounded.
     """
-    model, whole, many = model_of(name), exports[name], tmp_path / "many"
+    model, full, many = model_of(name), exports[name], tmp_path / "many"
     wanted = made(random_state(model, dtype=RUNS[name]), model)
-    equal(tensors(whole), wanted)
+    equal(tensors(full), wanted)
     save_file(wanted, tmp_path / "theirs", metadata={"format": "pt"})
-    assert (whole / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert (full / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert hf("export", runs[name], many, "--max-shard-size", "9KB") == 0
     equal(tensors(many), wanted)
-    assert checkpoint(["verify", str(whole)]) == 0 == checkpoint(["verify", str(many)])
+    assert checkpoint(["verify", str(full)]) == 0 == checkpoint(["verify", str(many)])
     index = json_object(many / "model.safetensors.index.json")
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
     held = {file.name: [*shards.header(file)] for file in sorted(many.glob("*.safetensors"))}
@@ -146,7 +149,7 @@ def test_the_folder_holds_the_weights_bit_for_bit(
     )
     others = [
         {key: digest for key, digest in files(folder).items() if ".safetensors" not in key}
-        for folder in (whole, many)
+        for folder in (full, many)
     ]
     assert others[0] == others[1] and len(others[0]) > 4
     report, dtype = (

@@ -100,7 +100,7 @@ def test_every_strategy_with_and_without_cache(exported: Exports, name: str) -> 
 @pytest.mark.parametrize(
     "name", ["fem_softmax", "fem_gla", "cem", "hyperset", "hybrid", "transformer"]
 )
-def test_what_generate_returns_beside_the_tokens(exported: Exports, name: str) -> None:
+def test_what_generate_returns_next_to_the_tokens(exported: Exports, name: str) -> None:
     """Scores, hidden states and the cache have the documented shapes, and equal values without a
     cache; Llama is the control.
     """
@@ -202,14 +202,14 @@ def test_generation_stops_at_a_string(model: Any, tmp_path: Path) -> None:
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(write_reader(tmp_path, "regex", None))
     ids = tokens(1, 4)
-    whole = model.generate(ids, **FIVE)
-    words = tokenizer.convert_ids_to_tokens(whole[0, 4:])
+    full = model.generate(ids, **FIVE)
+    words = tokenizer.convert_ids_to_tokens(full[0, 4:])
     end = 4 + words.index(words[2]) + 1
-    assert len(words[2]) == 1 and end < whole.shape[1]
+    assert len(words[2]) == 1 and end < full.shape[1]
     for other in CACHES:
         assert torch.equal(
             model.generate(ids, stop_strings=[words[2]], tokenizer=tokenizer, **FIVE, **other),
-            whole[:, :end],
+            full[:, :end],
         ), other
     with pytest.raises(ValueError, match="not used by the model.*max_new_token'"):
         model.generate(ids, max_new_token=5)

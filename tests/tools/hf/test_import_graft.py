@@ -40,10 +40,10 @@ def graft(
     return model, weights(out), json_object(out / "grafted.json")
 
 
-def in_proj(told: dict[str, Any]) -> dict[str, Any]:
+def in_proj(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the table's first entry about a packed projection."""
     return next(
-        entry for entry in told["tensors"] if entry["name"].endswith("mixer.in_proj.weight")
+        entry for entry in fields["tensors"] if entry["name"].endswith("mixer.in_proj.weight")
     )
 
 

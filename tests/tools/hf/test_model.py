@@ -86,7 +86,7 @@ def test_packed_documents_are_read_as_if_alone(exported: Exports, name: str) -> 
             ids, position_ids=torch.stack([torch.cat(row, dim=1)[0] for row in rows]), **without
         )
         assert made.past_key_values is None
-        for whole, row, parts in zip(made.logits, ids, rows, strict=True):
+        for full, row, parts in zip(made.logits, ids, rows, strict=True):
             pairs = zip(
                 row[None].split([part.shape[1] for part in parts], dim=1), parts, strict=True
             )
@@ -95,7 +95,7 @@ def test_packed_documents_are_read_as_if_alone(exported: Exports, name: str) -> 
                 for part, positions in pairs
             ]
             # float32 rounding, in matrix products of other shapes.
-            close(whole[None], torch.cat(alone, dim=1), 1e-5)
+            close(full[None], torch.cat(alone, dim=1), 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
@@ -128,21 +128,21 @@ def test_other_ways_in_and_out(plain: Any) -> None:
     """Tests inputs_embeds, position_ids, logits_to_keep, hidden states, tuples."""
     ids = tokens(2, 9)
     with torch.no_grad():
-        whole = plain(ids, output_hidden_states=True)
+        full = plain(ids, output_hidden_states=True)
         assert torch.equal(
-            plain(inputs_embeds=plain.get_input_embeddings()(ids)).logits, whole.logits
+            plain(inputs_embeds=plain.get_input_embeddings()(ids)).logits, full.logits
         )
         for positions in (torch.arange(9)[None], torch.arange(9).expand(2, 9)):
-            assert torch.equal(plain(ids, position_ids=positions).logits, whole.logits)
+            assert torch.equal(plain(ids, position_ids=positions).logits, full.logits)
         assert not torch.allclose(
-            plain(ids, position_ids=torch.arange(9)[None] ** 2).logits, whole.logits
+            plain(ids, position_ids=torch.arange(9)[None] ** 2).logits, full.logits
         )
-        close(plain(ids, logits_to_keep=2).logits, whole.logits[:, -2:], 1e-12)
-        assert torch.equal(plain(ids, return_dict=False)[0], whole.logits)
-        assert len(whole.hidden_states) == 3 and torch.equal(
-            whole.hidden_states[0], plain.get_input_embeddings()(ids)
+        close(plain(ids, logits_to_keep=2).logits, full.logits[:, -2:], 1e-12)
+        assert torch.equal(plain(ids, return_dict=False)[0], full.logits)
+        assert len(full.hidden_states) == 3 and torch.equal(
+            full.hidden_states[0], plain.get_input_embeddings()(ids)
         )
-        close(plain.lm_head(whole.hidden_states[-1]), whole.logits, 1e-12)
+        close(plain.lm_head(full.hidden_states[-1]), full.logits, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["fem_softmax", "yuriiformer"])
@@ -224,14 +224,14 @@ def test_packed_documents_by_their_ends_or_numbers() -> None:
                 assert made.past_key_values is None
                 # float64 rounding, in matrix products of other shapes.
                 close(made.logits, alone, 1e-10)
-        whole = plain(row, use_cache=False).logits
+        full = plain(row, use_cache=False).logits
         assert torch.equal(
-            plain(row, cu_seq_lens_q=torch.tensor([0, 12])).logits, whole
-        ) and not torch.allclose(whole, alone)
+            plain(row, cu_seq_lens_q=torch.tensor([0, 12])).logits, full
+        ) and not torch.allclose(full, alone)
         both = plain(
             torch.cat((row, row)), seq_idx=torch.cat((numbers, torch.zeros_like(numbers)))
         ).logits
-        close(both, torch.cat((alone, whole)), 1e-10)
+        close(both, torch.cat((alone, full)), 1e-10)
 
 
 def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
@@ -383,7 +383,7 @@ def test_saved_again_it_is_the_same(
         close(again(tokens(2, 7)).logits[..., :VOCAB], plain(tokens(2, 7)).logits, 1e-12)
 
 
-def test_rope_is_told_and_set_by_transformers_names(exported: Exports, tmp_path: Path) -> None:
+def test_rope_is_reported_and_set_by_transformers_names(exported: Exports, tmp_path: Path) -> None:
     """config.json contains both spellings; the model uses an edited one, or one set on the
     configuration.
     """

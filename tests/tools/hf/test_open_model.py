@@ -247,11 +247,11 @@ def test_what_cannot_be_opened_is_one_line(copy: Copy, tmp_path: Path, raised: R
         raised(open_model, broken)
     data = max(path.glob("step_*/*.distcp"), key=lambda file: (file.stat().st_size, file.name))
     raised(open_model, data)
-    whole = data.read_bytes()
+    full = data.read_bytes()
     # The second one has the right size.
     for content, word in (
-        (whole[:-1], "bytes instead of"),
-        (bytes(200) + whole[200:], "is damaged"),
+        (full[:-1], "bytes instead of"),
+        (bytes(200) + full[200:], "is damaged"),
     ):
         data.write_bytes(content)
         with pytest.raises(ConfigError, match=word) as error:

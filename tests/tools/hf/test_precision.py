@@ -136,11 +136,11 @@ class Quantised(nn.Module):
         self.register_buffer(named, (of.weight.detach() / scale).round().to(torch.int8))
         self.named, self.scale, self.bias = named, scale, of.bias
 
-    def whole(self) -> Tensor:
+    def dequantised(self) -> Tensor:
         return self.get_buffer(self.named) * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.whole().to(x.dtype), self.bias).to(x.dtype)
+        return nn.functional.linear(x, self.dequantised().to(x.dtype), self.bias).to(x.dtype)
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -156,7 +156,7 @@ def test_quantised_products_compute(name: str) -> None:
     }
     assert linears
     for linear in linears.values():
-        linear.weight.data.copy_(Quantised(linear, "weight").whole())
+        linear.weight.data.copy_(Quantised(linear, "weight").dequantised())
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits
         for named in ("weight", "packed"):

@@ -307,7 +307,7 @@ def test_what_is_not_exactly_it_is_refused_in_one_line(raised: Refused) -> None:
         raised(model_of, {**OLD_LLAMA, **given}, error=StockError)
 
 
-def test_what_transformers_has_no_class_for_is_said(raised: Refused) -> None:
+def test_what_transformers_has_no_class_for_is_reported(raised: Refused) -> None:
     changes: list[dict[str, Any]] = [
         {"mixer": "fem_softmax"},
         {"pattern": ("transformer", "fem_gla")},

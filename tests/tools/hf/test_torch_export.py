@@ -63,8 +63,8 @@ class Step(nn.Module):
         # A masked token creates the tensors but leaves no value in them.
         model(first, attention_mask=first, past_key_values=self.cache)
         for n, layer in enumerate(self.cache.layers):
-            layer.room.taken.zero_()
-            for name, tensor in (*layer.state.items(), ("taken", layer.room.taken)):
+            layer.capacity.taken.zero_()
+            for name, tensor in (*layer.state.items(), ("taken", layer.capacity.taken)):
                 self.register_buffer(self.name(n, name), tensor, persistent=False)
 
     def name(self, layer: int, name: str) -> str:
@@ -75,7 +75,7 @@ class Step(nn.Module):
         if self.assigned:
             for n, layer in enumerate(self.cache.layers):
                 layer.state = {name: self.get_buffer(self.name(n, name)) for name in layer.state}
-                layer.room.taken = self.get_buffer(self.name(n, "taken"))
+                layer.capacity.taken = self.get_buffer(self.name(n, "taken"))
         logits: Tensor = self.model(ids, past_key_values=self.cache).logits
         return logits
 

@@ -148,7 +148,7 @@ def test_a_weight_that_no_prompt_reads_is_found(
     )
 
 
-def test_a_setting_alone_is_told_from_a_weight(verify: Verify, other: Copy) -> None:
+def test_a_setting_alone_is_distinguished_from_a_weight(verify: Verify, other: Copy) -> None:
     edited = other("plain_hf")
     rope = json_object(edited / "config.json")["rope_parameters"]
     changed(edited / "config.json", rope_parameters=rope | {"rope_theta": 500.0})
@@ -166,7 +166,7 @@ def test_a_setting_alone_is_told_from_a_weight(verify: Verify, other: Copy) -> N
     )
 
 
-def test_other_tokenizers_are_told(verify: Verify, other: Copy) -> None:
+def test_other_tokenizers_are_reported(verify: Verify, other: Copy) -> None:
     edited = other("plain_hf")
     text = (edited / "tokenizer.json").read_text()
     (edited / "tokenizer.json").write_text(

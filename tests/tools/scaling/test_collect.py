@@ -193,7 +193,7 @@ def test_what_cannot_be_compared_is_refused(
         assert f"runs {twice[2][0].name} and {twice[2][1].name} {report}" in refused(twice, capsys)
 
 
-def test_a_checkpoint_tells_what_data_it_was_trained_on(
+def test_a_checkpoint_reports_what_data_it_was_trained_on(
     tmp_path: Path, study: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(study[1].directory) / study[2][0].name

@@ -64,7 +64,7 @@ def power_law(scale: float, change: float, site: str = "layer_00/mixer") -> list
     return records
 
 
-def test_a_power_law_is_told_by_its_exponent_and_judged_by_its_ratio() -> None:
+def test_a_power_law_is_recognised_by_its_exponent_and_judged_by_its_ratio() -> None:
     scale, change = judge(power_law(0.25, -1.0))
     assert (scale.exponent, change.exponent, scale.ratio, change.ratio) == pytest.approx(
         (0.25, -1.0, 4**0.25, 4.0)

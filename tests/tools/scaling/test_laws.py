@@ -56,7 +56,7 @@ def test_parabolas_give_their_minima_and_laws_back() -> None:
     assert values == pytest.approx((50, -0.1, 1), rel=1e-4)
 
 
-def test_what_makes_no_frontier_is_said() -> None:
+def test_what_makes_no_frontier_is_reported() -> None:
     """A minimum outside is omitted; a parabola that opens downwards has none; three sizes leave no
     interval; two are refused.
     """

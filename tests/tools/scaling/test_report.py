@@ -136,7 +136,7 @@ def test_a_foreign_table_is_fitted_and_what_no_law_fits_is_refused(
     assert found.isoflop is not None and found.parametric is None
 
 
-def test_a_fit_of_another_table_is_refused_and_one_without_a_law_says_so(
+def test_a_fit_of_another_table_is_refused_and_one_without_a_law_reports_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
     one = table()[(table()["variant"] == "transformer") & (table()["budget"] == 1e18)]
@@ -187,7 +187,7 @@ def test_a_published_table_is_read_until_there_is_an_own_one(
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_report_is_what_its_table_and_its_fit_say(
+def test_a_published_report_is_what_its_table_and_its_fit_state(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every table, number and statement of the tracked report, except the bytes of pictures, which
@@ -238,8 +238,10 @@ def test_each_picture_can_be_read_alone(name: str) -> None:
         ]
         boxes += [("legend", legend.get_window_extent()) for legend in figure.legends]
         page = figure.bbox.padded(1)
-        for (text, box), (other, beside) in itertools.combinations(boxes, 2):
-            for part in (box, beside):
+        for (text, box), (other, other_box) in itertools.combinations(boxes, 2):
+            for part in (box, other_box):
                 assert page.x0 <= part.x0 and part.x1 <= page.x1, f"{picture}: {text!r}, {other!r}"
                 assert page.y0 <= part.y0 and part.y1 <= page.y1, f"{picture}: {text!r}, {other!r}"
-            assert text == other or not box.overlaps(beside), f"{picture}: {text!r} over {other!r}"
+            assert text == other or not box.overlaps(other_box), (
+                f"{picture}: {text!r} over {other!r}"
+            )

@@ -45,8 +45,8 @@ def test_launch_is_handed_the_studys_runs_and_layout(tmp_path: Path) -> None:
     runs = plan_study(study)
     (tmp_path / "list.txt").write_text(running.run_list(runs))
     assert read_list(tmp_path / "list.txt") == {run.name: run.settings for run in runs}
-    asked = arguments("--nodes", "2", "--dependency", "7", "--time", "10", "--update")
-    report = " ".join(running.launch_command(study, asked))
+    requested = arguments("--nodes", "2", "--dependency", "7", "--time", "10", "--update")
+    report = " ".join(running.launch_command(study, requested))
     for option in "nodes 2 --processes 2,at-once 3,dependency 7,time 10,update".split(","):
         assert f"--{option}" in report
     assert f"--directory {study.directory}" in report and "--dry-run" not in report
@@ -59,7 +59,7 @@ def test_launch_is_handed_the_studys_runs_and_layout(tmp_path: Path) -> None:
     assert not running.is_local(tmp_path / "cluster.yaml")
 
 
-def test_progress_counts_flops_and_says_what_is_left(tmp_path: Path) -> None:
+def test_progress_counts_flops_and_states_what_is_left(tmp_path: Path) -> None:
     study = load_study(write(tmp_path))
     runs = plan_study(study)
     new = {"state": "new", "active": False, "step": None}
@@ -194,7 +194,7 @@ def quiet(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_study_killed_on_its_way_goes_on(
+def test_a_study_killed_on_its_way_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = (

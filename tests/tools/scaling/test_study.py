@@ -141,8 +141,8 @@ def test_the_shorter_runs_are_forks_of_the_longest(
     assert len(runs) == 3 * 2 * 2 * 2 and [run.name for run in runs] == [
         run.name for run in straight
     ]
-    for run, whole in zip(runs, straight, strict=True):
-        config, wanted = load_run(study.base, run.settings), load_run(study.base, whole.settings)
+    for run, full in zip(runs, straight, strict=True):
+        config, wanted = load_run(study.base, run.settings), load_run(study.base, full.settings)
         begin = {100: 90, 200: 180, 400: 0}[run.steps]
         trunk = run.name.replace(f"-d{run.tokens}-", "-d102400-")
         fork = f"runs/studies/study/{trunk}/checkpoints/step_{begin:08d}" if begin else None
@@ -150,10 +150,10 @@ def test_the_shorter_runs_are_forks_of_the_longest(
         assert config.checkpoint.keep == (() if begin else (90, 180))
         assert replace(config, checkpoint=wanted.checkpoint) == wanted
         assert wanted.optimizer.warmup_steps == 20
-        own_flops = (run.steps - begin) / run.steps * whole.flops
+        own_flops = (run.steps - begin) / run.steps * full.flops
         assert run.own_flops == pytest.approx(own_flops, rel=1e-12)
         assert run.hours == pytest.approx(own_flops / 1e10 / 3600)
-        assert (run.flops, run.tokens) == (whole.flops, whole.tokens)
+        assert (run.flops, run.tokens) == (full.flops, full.tokens)
         assert (run.trunk, run.begin_step) == ((trunk, begin) if begin else ("", 0))
     assert main(["plan", str(path)]) == 0
     out, total = capsys.readouterr().out, sum(run.flops for run in straight)

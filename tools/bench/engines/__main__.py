@@ -85,7 +85,7 @@ class Bench:
 
         try:
             measured = launch(
-                replace(self.job, variant=name), say=self.say, partial=keep, logs=self.logs
+                replace(self.job, variant=name), log=self.log, partial=keep, logs=self.logs
             )
         except CannotRun as error:
             self.leave_out(name, str(error))
@@ -96,16 +96,16 @@ class Bench:
         took = f"{statistics.median(measured.seconds):.3f} s a step"
         rest = elapsed / done * sum(not self.ended(other) for other in later)
         peak = f"at most {measured.peak / MIB:,.0f} MiB"
-        self.say(f"{which}: {took}, {peak}; about {duration(rest)} to go")
+        self.log(f"{which}: {took}, {peak}; about {duration(rest)} to go")
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Write a line of progress to stderr."""
         print(f"[{duration(time.monotonic() - self.began)}] {line}", file=sys.stderr, flush=True)
 
     def leave_out(self, name: str, why: str) -> None:
         """Exclude a variant from further measurement, with the reason ``why``."""
         self.cannot[name] = why
-        self.say(f"{name} cannot run: {why}")
+        self.log(f"{name} cannot run: {why}")
 
     def figures(self) -> dict[str, Figures | str]:
         """Return variant -> its figures, or the reason why none exist."""
@@ -176,23 +176,29 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, metavar="NAME", help=model)
     parser.add_argument(
-        "--ranks", type=_whole, default=None, help="processes (default: 2 on a CPU, 1 on a GPU)"
+        "--ranks",
+        type=_positive_integer,
+        default=None,
+        help="processes (default: 2 on a CPU, 1 on a GPU)",
     )
     parser.add_argument(
-        "--steps", type=_whole, default=8, help="timed steps of a round (default: 8)"
+        "--steps", type=_positive_integer, default=8, help="timed steps of a round (default: 8)"
     )
     parser.add_argument(
         "--warmup",
-        type=_whole,
+        type=_positive_integer,
         default=2,
         help="steps before the timed ones (default: 2)",
     )
     parser.add_argument(
-        "--rounds", type=_whole, default=3, help="how often every variant is timed (default: 3)"
+        "--rounds",
+        type=_positive_integer,
+        default=3,
+        help="how often every variant is timed (default: 3)",
     )
     parser.add_argument(
         "--limit",
-        type=_whole,
+        type=_positive_integer,
         default=Job.limit,
         metavar="SECONDS",
         help="time limit of a round; completed steps count (default: %(default)s)",
@@ -233,7 +239,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _whole(text: str) -> int:
+def _positive_integer(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")

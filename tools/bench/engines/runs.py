@@ -41,7 +41,7 @@ importlib.import_module(f"pretrain.engines.{sys.argv[1]}")
 print(platform.peak_resident_bytes())
 """
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Ranks:
 def launch(
     job: Job,
     *,
-    say: Say = lambda line: None,
+    log: Log = lambda line: None,
     partial: Partial = lambda measured: None,
     logs: Path | None = None,
 ) -> Round:
@@ -186,22 +186,22 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="bench-engines-", ignore_cleanup_errors=True) as name:
         ranks = Ranks(job, Path(name))
         try:
-            measured = _watch(ranks, until, say, partial)
+            measured = _watch(ranks, until, log, partial)
         except CannotRun as error:
-            raise CannotRun(f"{error}{_keep(ranks, logs, say)}") from None
+            raise CannotRun(f"{error}{_keep(ranks, logs, log)}") from None
         # Ctrl-C or SIGTERM: report before the ranks are ended, since the sender may not wait.
         except BaseException:
-            say(f"{job.variant} was stopped{_keep(ranks, logs, say)}")
+            log(f"{job.variant} was stopped{_keep(ranks, logs, log)}")
             raise
         finally:
             ranks.end()
         if is_partial(job, measured):
             taken = f"{len(measured.seconds)} of {job.steps} timed steps"
-            say(f"{job.variant}: ended after {job.limit} s with {taken}{_keep(ranks, logs, say)}")
+            log(f"{job.variant}: ended after {job.limit} s with {taken}{_keep(ranks, logs, log)}")
         return measured
 
 
-def _watch(ranks: Ranks, until: float, say: Say, partial: Partial) -> Round:
+def _watch(ranks: Ranks, until: float, log: Log, partial: Partial) -> Round:
     """Report the progress of the ranks until the last step, their end, or the time ``until``.
 
     Raises CannotRun.
@@ -214,7 +214,7 @@ def _watch(ranks: Ranks, until: float, say: Say, partial: Partial) -> Round:
                 raise CannotRun(
                     f"a step was skipped: loss {row['loss']}, gradient norm {row['grad_norm']}"
                 )
-            say(f"{job.variant}: {_line(job, number, row)}")
+            log(f"{job.variant}: {_line(job, number, row)}")
         if len(rows) > max(reported, job.warmup):
             measured = _round(ranks, rows)
             partial(measured)
@@ -284,7 +284,7 @@ def read_lines(log: Path) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _keep(ranks: Ranks, logs: Path | None, say: Say) -> str:
+def _keep(ranks: Ranks, logs: Path | None, log: Log) -> str:
     """Report the last lines of the ranks' logs and copy the logs to the folder ``logs``.
 
     Return the end of an error message: the path of the copy, or the reason why it could not be
@@ -292,7 +292,7 @@ def _keep(ranks: Ranks, logs: Path | None, say: Say) -> str:
     """
     lines = [line for log in ranks.logs for line in read_lines(log)]
     for line in lines[-TAIL:]:
-        say(f"  | {line}")
+        log(f"  | {line}")
     if logs is None:
         return ""
     job = ranks.job

@@ -126,9 +126,9 @@ def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
         for part, share in SHARES.items()
     ]
     groups = [group for group in groups if group[1]]
-    whole, used, found = sum(share for share, _ in groups), 0.0, []
+    full, used, found = sum(share for share, _ in groups), 0.0, []
     for share, tasks in groups:
-        used += share / whole
+        used += share / full
         found.append(Phase(tasks, min(1.0, used) * seconds, together=tasks[0].together))
     return found
 
@@ -409,10 +409,10 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
         if ops and workload.op not in ops:
             continue
         for implementation in sides(workload.op):
-            asked = {"workload": name, "implementation": implementation}
+            requested = {"workload": name, "implementation": implementation}
             if implementation != "reference":
                 yield Task(
-                    "compile", f"compile {name}, {implementation}", asked, 0.5, 8, together=True
+                    "compile", f"compile {name}, {implementation}", requested, 0.5, 8, together=True
                 )
             for tokens in LENGTHS:
                 rank = _rank(name, implementation, tokens)
@@ -420,7 +420,7 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
                 yield Task(
                     "op",
                     f"{name}, {implementation}, {tokens}",
-                    {**asked, "size": asdict(size)},
+                    {**requested, "size": asdict(size)},
                     rank,
                     1.2,
                 )

@@ -62,11 +62,11 @@ class Worker:
         self.kind = task.kind
         late = threading.Timer(limit, self._end, (process,))
         late.start()
-        asked = {"kind": task.kind, "arguments": task.arguments, "limit": limit} | (
+        requested = {"kind": task.kind, "arguments": task.arguments, "limit": limit} | (
             {"device": self.device} if self.device else {}
         )
         try:
-            process.stdin.write(json.dumps(asked) + "\n")
+            process.stdin.write(json.dumps(requested) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except (BrokenPipeError, ValueError):

@@ -75,10 +75,10 @@ class Outcome:
         """
         if self.gap is not None or self.task.kind not in ("correctness", "sanitize"):
             return []
-        asked = {key: self.task.arguments[key] for key in ("op", "implementation", "dtype")}
+        requested = {key: self.task.arguments[key] for key in ("op", "implementation", "dtype")}
         found = self.result["checked"] or [] if self.task.kind == "sanitize" else self.result
         return [
-            {**asked, **each, "error": math.inf if each["error"] is None else each["error"]}
+            {**requested, **each, "error": math.inf if each["error"] is None else each["error"]}
             for each in found
         ]
 
@@ -213,20 +213,22 @@ class Results:
         ]
 
     def _take(self, task: Task, result: Any) -> None:
-        asked = task.arguments
+        requested = task.arguments
         if task.kind == "op":
-            self.ops[asked["workload"], asked["implementation"], asked["size"]["tokens"]] = (
-                Speed.from_json(result)
-            )
+            self.ops[
+                requested["workload"], requested["implementation"], requested["size"]["tokens"]
+            ] = Speed.from_json(result)
         elif task.kind == "baseline":
-            self.baselines[asked["baseline"], Size(**asked["size"])] = Speed.from_json(result)
+            self.baselines[requested["baseline"], Size(**requested["size"])] = Speed.from_json(
+                result
+            )
         elif task.kind == "model":
             cost = StepCost.from_json(result)
-            self.models[asked["scale"], asked["variant"], asked["recompute"]] = cost
+            self.models[requested["scale"], requested["variant"], requested["recompute"]] = cost
         elif task.kind == "engine" and task.part == "throughput":
-            self.throughput[asked["model"]] = Figures(**result)
+            self.throughput[requested["model"]] = Figures(**result)
         elif task.kind == "engine":
-            self.engines[asked["variant"]] = Figures(**result)
+            self.engines[requested["variant"]] = Figures(**result)
         elif task.kind == "roofs":
             self.roofs = result
 

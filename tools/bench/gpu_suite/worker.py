@@ -168,7 +168,7 @@ def _engine(arguments: dict[str, Any], limit: float) -> dict[str, Any]:
     """
     job = Job.from_json(arguments)
     job = replace(job, limit=max(1, min(job.limit, int(limit - ENDING))))
-    measured = launch(job, say=lambda line: print(line, file=sys.stderr, flush=True))
+    measured = launch(job, log=lambda line: print(line, file=sys.stderr, flush=True))
     return asdict(figures.of(job, [measured], cuda=platform.has_cuda()))
 
 
@@ -192,18 +192,22 @@ def _device_name() -> str:
 
 def answer(line: str) -> tuple[dict[str, Any], bool]:
     """Return (answer to one input line, True if this process can continue)."""
-    asked = json.loads(line)
+    requested = json.loads(line)
     # A process that cannot reach the GPU would silently compute on the CPU.
     there = _device_name()
-    if there != asked.get("device", there):
+    if there != requested.get("device", there):
         return {
-            "gap": f"the device of this process is {there}, not {asked['device']}",
+            "gap": f"the device of this process is {there}, not {requested['device']}",
             "lost": True,
             "gone": True,
         }, False
     found: dict[str, Any]
     try:
-        found = {"result": perform(asked["kind"], asked["arguments"], asked.get("limit", 600.0))}
+        found = {
+            "result": perform(
+                requested["kind"], requested["arguments"], requested.get("limit", 600.0)
+            )
+        }
     except torch.OutOfMemoryError:
         found = {"gap": "out of memory"}
     except Exception as error:

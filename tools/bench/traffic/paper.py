@@ -274,7 +274,7 @@ def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch
 
 
 def _ends(model: ModelConfig, parallel: OneProcess, tokens: int, batch: int) -> Made:
-    whole = LanguageModel(model, parallel.dtype, device=META, parallel=parallel)
-    whole.blocks = nn.ModuleList()
+    full = LanguageModel(model, parallel.dtype, device=META, parallel=parallel)
+    full.blocks = nn.ModuleList()
     words = torch.empty(batch, tokens, dtype=torch.int64)
-    return lambda: whole(words, words), list(whole.parameters())
+    return lambda: full(words, words), list(full.parameters())

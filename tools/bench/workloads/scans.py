@@ -73,7 +73,7 @@ def _fem_gla(inputs: Inputs, implementation: str) -> Outputs:
     heads, key = parts["q"].shape[2:]
     model = ModelConfig(mixer="fem_gla", hidden_size=heads * key, num_attention_heads=heads)
     prior = LinearPrior(FemShape.of(model, GlaShape))
-    with asked_for("linear_attention", implementation):
+    with selecting("linear_attention", implementation):
         return (prior(parts, Values(**given), Context()),)
 
 
@@ -83,7 +83,7 @@ def _plain_gla_inputs(draw: Draw, size: Size) -> Inputs:
 
 
 @contextmanager
-def asked_for(op: str, implementation: str) -> Iterator[None]:
+def selecting(op: str, implementation: str) -> Iterator[None]:
     """Select an operation's implementation with the variable ``FEM_KERNELS`` inside the context.
 
     It applies to calls that a layer makes, which have no argument for the implementation.

@@ -128,10 +128,13 @@ def recall() -> Rows:
         names = draw.some(NOUNS, 3)
         values = draw.some([str(number) for number in range(10, 100)], 3)
         set_to = "".join(f"{name} = {value}\n" for name, value in zip(names, values, strict=True))
-        asked = draw.below(3)
-        shown = "".join(f"assert {names[i]} == {values[i]}\n" for i in range(3) if i != asked)
+        requested = draw.below(3)
+        shown = "".join(f"assert {names[i]} == {values[i]}\n" for i in range(3) if i != requested)
         rows.append(
-            {"context": f"{set_to}\n{shown}assert {names[asked]} ==", "answer": values[asked]}
+            {
+                "context": f"{set_to}\n{shown}assert {names[requested]} ==",
+                "answer": values[requested],
+            }
         )
     return rows
 

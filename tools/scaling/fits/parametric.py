@@ -102,13 +102,13 @@ def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[Le
     note for each budget without which no law exists.
     """
     found, notes = [], []
-    whole = huber.Data.of(points.n, points.d, points.loss)
-    start = whole.centred(np.array([[getattr(law, name).value for name in NAMES]]))
+    full = huber.Data.of(points.n, points.d, points.loss)
+    start = full.centred(np.array([[getattr(law, name).value for name in NAMES]]))
     for budget in points.budgets:
         rest, left = points.take(points.budget != budget), points.take(points.budget == budget)
         try:
             data = _enough(rest)
-            end, *_ = descend(data, delta, data.centred(whole.plain(start)))
+            end, *_ = descend(data, delta, data.centred(full.plain(start)))
             _check_inside(end, data)
         except (NotIdentified, NotConverged) as error:
             notes.append(f"left out {budget:.3g} FLOPs: {error}")

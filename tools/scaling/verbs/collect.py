@@ -332,12 +332,12 @@ def _recorded(run: Path) -> str | None:
     if not manifest.is_file():
         return None
     try:
-        told = json.loads(manifest.read_bytes()).get("data")
+        label = json.loads(manifest.read_bytes()).get("data")
     except (ValueError, AttributeError):
         raise ConfigError(
             f"{manifest} is damaged: not a JSON mapping; run it again, or remove the checkpoint"
         ) from None
-    return str(told) if told else None
+    return str(label) if label else None
 
 
 def _held(config: RunConfig) -> str | None:
@@ -454,11 +454,11 @@ def _unfinished(folder: Path, config: RunConfig) -> str:
     state, at = progress["state"], f"at step {progress['step']} of {steps}"
     if state == "complete" and progress["step"] >= steps:
         return ""
-    said = {
+    states = {
         "failed": f"failed {at}: {progress.get('message')}",
         "stopped": f"stopped by {progress.get('signal')} {at}",
     }
-    return said.get(state, f"{state} {at}, or ended without a message")
+    return states.get(state, f"{state} {at}, or ended without a message")
 
 
 def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Record | None:

@@ -208,10 +208,10 @@ def main(arguments: argparse.Namespace) -> int:
         if value < 1:
             raise ConfigError(f"{name} {value}: must be at least 1")
     words = (*arguments.words, *(NO_DATA if arguments.random else ()))
-    asked = cases(study or arguments.file, arguments.mixer, words, arguments.compare)
+    requested = cases(study or arguments.file, arguments.mixer, words, arguments.compare)
     out = arguments.out or Path("runs") / "coord-check" / arguments.file.stem
     # Read the configurations of all cases and widths before the first one is trained.
-    planned = [(case, {width: case.config(width, steps) for width in widths}) for case in asked]
+    planned = [(case, {width: case.config(width, steps) for width in widths}) for case in requested]
     from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
@@ -222,7 +222,7 @@ def main(arguments: argparse.Namespace) -> int:
         for case, configs in planned:
             found = _measure(case, configs, steps, seeds)
             records += found
-            flat &= _told(found) or not case.counts
+            flat &= _print_verdict(found) or not case.counts
     _write(out, records)
     return 0 if flat else 1
 
@@ -331,7 +331,7 @@ def _tokens(config: RunConfig) -> tuple[np.ndarray, str]:
     return found, f"the first of {prefix}"
 
 
-def _told(records: Sequence[Record]) -> bool:
+def _print_verdict(records: Sequence[Record]) -> bool:
     """Print the table and the verdict of a case; return True if all judged quantities are flat."""
     verdicts = judge(records)
     print(table(verdicts))
@@ -514,7 +514,7 @@ def coordinates(records: Sequence[Record]) -> Any:
         name: [record for record in records if record.parametrization == name] for name in NAMES
     }
     verdicts = {name: judge(group) for name, group in groups.items() if group}
-    looks = _looks(shown_sites(records))
+    styles = _styles(shown_sites(records))
     steps = max(record.step for record in records)
     title = (
         f"Coordinate check of {records[0].variant}: activations after {steps} steps by width,"
@@ -522,18 +522,20 @@ def coordinates(records: Sequence[Record]) -> Any:
         f" other; grey: within {LIMIT:g}x of the smallest width"
     )
     figure = titled_figure(
-        (max(7.0, 5.0 * len(verdicts)), 7.0 + 0.23 * math.ceil(len(looks) / 4)), title, 10.5
+        (max(7.0, 5.0 * len(verdicts)), 7.0 + 0.23 * math.ceil(len(styles) / 4)), title, 10.5
     )
     grid = figure.subplots(len(QUANTITIES), len(verdicts), squeeze=False, sharex=True, sharey=True)
     for column, (name, found) in enumerate(verdicts.items()):
         for row, (quantity, words) in enumerate(QUANTITIES.items()):
             axes = grid[row, column]
             some = [verdict for verdict in found if verdict.quantity == quantity]
-            _panel(axes, [verdict for verdict in some if verdict.site in looks], looks)
+            _panel(axes, [verdict for verdict in some if verdict.site in styles], styles)
             most = worst(some)
             verdict = f"at most x {most.ratio:.2f}" if math.isfinite(most.ratio) else most.words
-            said = f"{'flat' if most.flat else 'not flat'}: {verdict} ({in_words(most.site)})"
-            headed(axes, f"{NAMES[name]}, {words}\n{said}")
+            verdict_text = (
+                f"{'flat' if most.flat else 'not flat'}: {verdict} ({in_words(most.site)})"
+            )
+            headed(axes, f"{NAMES[name]}, {words}\n{verdict_text}")
             plain_axes(
                 axes,
                 "width of the model" if row else "",
@@ -543,8 +545,8 @@ def coordinates(records: Sequence[Record]) -> Any:
     log_axis(grid[0, 0].yaxis, low, high, "number")
     widths = next(iter(verdicts.values()))[0].widths
     grid[0, 0].set_xticks(widths, [str(width) for width in widths])
-    labels = [in_words(site) + " (pale: not judged)" * (site == "logits") for site in looks]
-    handles = [marked(linewidth=1.4, markersize=4.5, **look) for look in looks.values()]
+    labels = [in_words(site) + " (pale: not judged)" * (site == "logits") for site in styles]
+    handles = [marked(linewidth=1.4, markersize=4.5, **style) for style in styles.values()]
     legend_below(figure, handles, labels, 4)
     return figure
 
@@ -567,19 +569,19 @@ def in_words(site: str) -> str:
     return f"{', '.join(words)}: {part}" if words else part
 
 
-def _looks(sites: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _styles(sites: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the style of each site: colour and marker by its kind, line style by its block."""
     kinds = list(dict.fromkeys(site.rpartition("/")[2] for site in sites))
     blocks = list(dict.fromkeys(site.partition("/")[0] for site in sites if "/" in site))
-    looks = {}
+    styles = {}
     for site in sites:
         kind = kinds.index(site.rpartition("/")[2])
         line = LINES[blocks.index(site.partition("/")[0]) % len(LINES)] if "/" in site else "-"
-        looks[site] = {**colour_of(kind), "linestyle": line}
-    return looks
+        styles[site] = {**colour_of(kind), "linestyle": line}
+    return styles
 
 
-def _panel(axes: Any, verdicts: Sequence[Verdict], looks: dict[str, dict[str, Any]]) -> None:
+def _panel(axes: Any, verdicts: Sequence[Verdict], styles: dict[str, dict[str, Any]]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.minorticks_off()
@@ -587,5 +589,5 @@ def _panel(axes: Any, verdicts: Sequence[Verdict], looks: dict[str, dict[str, An
     for verdict in verdicts:
         if math.isfinite(verdict.ratio):
             over = [value / verdict.values[0] for value in verdict.values]
-            look = {**looks[verdict.site], "alpha": 1.0 if verdict.judged else 0.35}
-            axes.plot(verdict.widths, over, linewidth=1.4, markersize=4.5, **look)
+            style = {**styles[verdict.site], "alpha": 1.0 if verdict.judged else 0.35}
+            axes.plot(verdict.widths, over, linewidth=1.4, markersize=4.5, **style)

@@ -253,8 +253,8 @@ class Progress:
             for run, step in zip(self.runs, steps, strict=True)
         ]
         flops = sum(
-            run.own_flops * (1.0 if whole else part)
-            for run, whole, part in zip(self.runs, done, parts, strict=True)
+            run.own_flops * (1.0 if full else part)
+            for run, full, part in zip(self.runs, done, parts, strict=True)
         )
         share = flops / sum(run.own_flops for run in self.runs)
         self.at_first = share if self.at_first is None else self.at_first
