@@ -28,9 +28,9 @@ class Capacity:
     taken: int64 tensor without dimensions, so that compiled steps do not specialise on its value.
         The class is not frozen: a module traced by torch.export assigns its buffer to ``taken``.
 
-    A KV-cache with a room has one extra slot. It contains a copy of a step's single token, so that
-    the new tokens are the last keys, as every kernel expects. The slots between the past and the
-    new tokens are masked.
+    A KV-cache with a fixed capacity has one extra slot. It contains a copy of a step's single
+    token, so that the new tokens are the last keys, as every kernel expects. The slots between the
+    past and the new tokens are masked.
     """
 
     places: int
@@ -101,7 +101,7 @@ class Context:
     """Inputs of an update other than x.
 
     positions: [s] or [s, b], positions of the layer's tokens; None: 0, 1, 2, ...
-    valid: [b, past + s] bool, False at padding; None: no padding. With a room that contains
+    valid: [b, past + s] bool, False at padding; None: no padding. With a capacity that contains
         a past, [b, places + s].
     state: the layer's decoding state, which the layer reads and replaces; None: no state
         (training).
@@ -113,7 +113,7 @@ class Context:
         pass (momentum). Unlike the state they have gradients.
     prefix: prefix of the names of the layer's tensors in the state.
     capacity: slots of a state that is written in place and never grows; None: the state grows.
-    touching: True if the past keys of a room must directly precede the new ones
+    touching: True if the past keys of a fixed capacity must directly precede the new ones
         (``without_gap``).
     documents: documents of the sequence, read independently (training); None: a sequence is
         one document.

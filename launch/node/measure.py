@@ -35,6 +35,7 @@ from launch.node.checks import node_name
 MIB = 1 << 20
 SIZES = {"nccl": (1, 32, 1024), "gloo": (1, 16)}  # MiB; the last one is compared with the floor
 SECONDS_A_SIZE = 1.0
+CLOCK_SAMPLES = 3
 JOIN_SECONDS = 120.0  # for the ranks to find each other
 # until a file is seen from another node: network file systems cache folder listings
 SEEN_SECONDS = 15.0
@@ -133,6 +134,19 @@ def gather(ranks: Ranks, value: Any) -> list[Any]:
     return values
 
 
+def clock_offsets(ranks: Ranks) -> dict[str, float]:
+    """Return node -> seconds that its clock is ahead of that of the first node.
+
+    A busy rank reads its clock late, so that each offset is the smallest of `CLOCK_SAMPLES`. All
+    ranks must call the function together.
+    """
+    samples = [gather(ranks, time.time()) for _ in range(CLOCK_SAMPLES)]
+    return {
+        node: min((sample[rank] - sample[0] for sample in samples), key=abs)
+        for rank, node in enumerate(ranks.nodes)
+    }
+
+
 def unshared(ranks: Ranks, folders: Sequence[str], name: str) -> list[str]:
     """Check that every node sees a file that rank 0 writes into each folder.
 
@@ -166,14 +180,10 @@ def all_reduce(folder: str, backend: str, *shared: str) -> int:
     """Run all measurements. Rank 0 writes FOLDER/bandwidth.json. Return 0."""
     ranks = join(backend)
     meet(ranks)
-    clocks = gather(ranks, time.time())
     result: dict[str, Any] = {
         "world_size": ranks.world_size,
         "backend": ranks.backend,
-        # node -> seconds that its clock is ahead of that of the first node
-        "clocks": {
-            node: clock - clocks[0] for node, clock in zip(ranks.nodes, clocks, strict=True)
-        },
+        "clocks": clock_offsets(ranks),
         "shared": unshared(ranks, shared, f".{Path(folder).name}"),
     }
     if ranks.world_size > 1:
