@@ -158,7 +158,7 @@ def power_law(
     offset: bool,
 ) -> PowerLaw:
     """Return a `PowerLaw` from its (k, s, offset) ``[3]`` and the resamples' ``[r, 3]``; without an
-    interval if too few of the ``asked`` resamples exist.
+    interval if too few of the ``requested`` resamples exist.
     """
     coefficient, exponent, level = (
         Estimate.of(value[column], draws[:, column], interval, requested) for column in range(3)
