@@ -187,8 +187,8 @@ def may_keep(number: int, allowed: int, count: int) -> bool:
 def shares(sizes: Sequence[int], capacity: int) -> list[int]:
     """Return the number of blocks of each .bin that may be cached.
 
-    sizes: bytes of each .bin. room: bytes that all files together may use. The space for samples
-    and hash tables is subtracted first.
+    sizes: bytes of each .bin. capacity: bytes that all files together may use. The space for
+    samples and hash tables is subtracted first.
     """
     counts = [blocks_of(size) for size in sizes]
     spare = (capacity - len(sizes) * (SAMPLE_BLOCKS + 4) * BLOCK - sum(counts) * _HASH) // BLOCK
