@@ -149,7 +149,7 @@ def energy(layer: Layers, h: Tensor, u: Tensor, u_diagonal: Tensor | None = None
     if isinstance(layer, CemMlp):
         return elementwise_energy(layer.gamma(h), linear(u, layer.up.weight))
     k, seen = layer.remember(h, Context())
-    q, diagonal = layer.look(u, seen)
+    q, diagonal = layer.score_inputs(u, seen)
     if diagonal is not None and u_diagonal is not None:
         diagonal = diagonal._replace(u=u_diagonal.transpose(0, 1))
     scores = interaction_scores(
