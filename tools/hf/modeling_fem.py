@@ -132,7 +132,7 @@ class FemStaticCacheLayer(FemCacheLayer):
         ):
             raise ValueError(
                 "torch.export(strict=False) would store this cache as a constant: use strict=True,"
-                " or assign the module's buffers to layer.state and layer.room.taken in its forward"
+                " or assign the module's buffers to layer.state and layer.capacity.taken in its forward"
             )
         if not self.state and self.capacity.taken.device != x.device:
             self.capacity = Capacity(self.capacity.places, self.capacity.taken.to(x.device))
