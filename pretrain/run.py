@@ -171,7 +171,9 @@ class Run:
 
     def __init__(self, prepared: Prepared, received: Received) -> None:
         assert prepared.facts is not None
-        self.all_facts, self.received, self.whole = prepared.facts, received, prepared.config
+        self.all_facts = prepared.facts
+        self.received = received
+        self.whole = prepared.config
         self.world_size, self.first = prepared.world_size, torch.distributed.get_rank() == 0
         self.folder, self.parts = run_directory(self.whole), parts_of(self.whole)
         self.file = ProgressFile(
@@ -191,7 +193,9 @@ class Run:
 
         This sets the configuration, the schedule, the facts about the data and the contents.
         """
-        self.part, self.config, self.schedule = part, part.config, part.schedule(None)
+        self.part = part
+        self.config = part.config
+        self.schedule = part.schedule(None)
         self.facts = facts_of(part, self.all_facts)
         self.contents = contents_of(self.parts, part, self.all_contents)
 
@@ -267,7 +271,9 @@ class Run:
         which this engine is unsuitable: a start in another stage, or a start without a checkpoint,
         which needs an engine with initialized weights.
         """
-        part, fresh, callbacks = self.part, start.found is None, list[Callback]()
+        part = self.part
+        fresh = start.found is None
+        callbacks = list[Callback]()
         checkpoints.enter(self.config)
         if part.name:
             self.log(

@@ -140,7 +140,9 @@ def parts_of(config: RunConfig) -> list[Part]:
     """
     if not config.stages:
         return [Part(config)]
-    parts, step, tokens = list[Part](), 0, 0
+    parts = list[Part]()
+    step = 0
+    tokens = 0
     for number, stage in enumerate(config.stages):
         part = Part(
             _config_of(config, number, stage),
@@ -218,7 +220,9 @@ def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
     """Return one line per stage with its settings and plan, after a line with the totals."""
     lines = [f"stages: {plans[-1][0].end_step:,} steps, {plans[0][0].run[1]:,} tokens"]
     for part, plan in plans:
-        data, optimizer, schedule = part.config.data, part.config.optimizer, part.own
+        data = part.config.data
+        optimizer = part.config.optimizer
+        schedule = part.own
         tokens = schedule.steps * schedule.step_tokens
         full = sum(source.weight for source in data.train)
         blend = ", ".join(f"{source.weight / full:.0%} {source.prefix}" for source in data.train)

@@ -303,7 +303,9 @@ class Selection:
         if dropped:
             keep = verdict == 0
             wanted = pa.array(keep)
-            texts, ids, places = texts.filter(wanted), ids.filter(wanted), places[keep]
+            texts = texts.filter(wanted)
+            ids = ids.filter(wanted)
+            places = places[keep]
         return Documents(texts, ids, self.split.of_hashes(hash_ids(ids)), places), dropped, bad
 
 

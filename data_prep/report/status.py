@@ -106,7 +106,9 @@ def _rate(folder: Path, done: Iterable[Unit], now: float) -> float | None:
 
 def _lines(folder: Path, status: Json, missing: Sequence[int]) -> Iterator[str]:
     drops = listed(status["dropped"]) or "none"
-    rows, documents, rate = status["rows"], status["documents"], status["rate"]
+    rows = status["rows"]
+    documents = status["documents"]
+    rate = status["rate"]
     text = f"about {size(status['text_bytes_done'])} of {size(status['text_bytes'])} of text"
     yield f"{folder}: {status['units_done']:,} of {counted(status['units'], 'unit')} done, {text}"
     yield (

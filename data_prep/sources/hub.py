@@ -94,7 +94,9 @@ class HubFile(io.RawIOBase):
     def __init__(self, repository: Repository, path: str, *, ahead: bool = False) -> None:
         super().__init__()
         self.name = f"{repository}/{path}"
-        self._repository, self._path, self._ahead = repository, path, ahead
+        self._repository = repository
+        self._path = path
+        self._ahead = ahead
         self._place, self._file = 0, None
         self._size: int = self._patiently(lambda file: file.size)
 

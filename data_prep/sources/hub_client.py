@@ -137,7 +137,9 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
         RevisionNotFoundError,
     )
 
-    name, server, status = f"{repository.kind} {repository.id}", constants.ENDPOINT, _status(error)
+    name = f"{repository.kind} {repository.id}"
+    server = constants.ENDPOINT
+    status = _status(error)
     first, nor = (
         f"first {repository.download}",
         " and no local folder with this name" if repository.kind == "model" else "",

@@ -172,7 +172,9 @@ def lines(stream: Iterable[bytes], start: int) -> Iterator[Line]:
 
     The content of a line longer than MAX_LINE_BYTES is not kept in memory.
     """
-    place, size, pieces = start, 0, list[bytes]()
+    place = start
+    size = 0
+    pieces = list[bytes]()
     for chunk in stream:
         first, *others = chunk.split(b"\n")
         size += len(first)
@@ -299,7 +301,11 @@ def first_object(file: BinaryIO, kind: str) -> Json:
 
 
 def _head(file: BinaryIO, kind: str) -> Head:
-    head, number, given, unpacked, consumed = Head(), 0, 0, 0, 0
+    head = Head()
+    number = 0
+    given = 0
+    unpacked = 0
+    consumed = 0
 
     def counted() -> Iterator[bytes]:
         nonlocal given
@@ -391,7 +397,9 @@ class Gathered:
 
         Raises MalformedLine if the row has no text or a value of a wrong type.
         """
-        names, own, values = self.names, self.own, [_value(item, path) for path in self.paths]
+        names = self.names
+        own = self.own
+        values = [_value(item, path) for path in self.paths]
         if values[0] is MISSING:
             raise MalformedLine(f"it has no {names[0]!r}")
         known = [None if value is MISSING else value for value in values]

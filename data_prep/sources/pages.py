@@ -70,11 +70,9 @@ def pages_of(file: BinaryIO, chunk: pq.ColumnChunkMetaData) -> Pages:
     while position < end:
         header, length = _header(file, position)
         data = header.get(5, header.get(8))
-        size, packed, values = (
-            header.get(2),
-            header.get(3),
-            data.get(1) if isinstance(data, dict) else 0,
-        )
+        size = header.get(2)
+        packed = header.get(3)
+        values = data.get(1) if isinstance(data, dict) else 0
         if not (
             isinstance(size, int)
             and isinstance(packed, int)

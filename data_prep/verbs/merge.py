@@ -242,7 +242,9 @@ def _blocks(path: Path, total: int, expected: str) -> Iterator[memoryview]:
     After the last block, raise FormatError if the size differs from ``total`` or the SHA-256 from
     ``expected``.
     """
-    digest, copied, buffer = hashlib.sha256(), 0, memoryview(bytearray(COPY_BYTES))
+    digest = hashlib.sha256()
+    copied = 0
+    buffer = memoryview(bytearray(COPY_BYTES))
     with path.open("rb", buffering=0) as stream:
         while number := stream.readinto(buffer):
             digest.update(buffer[:number])

@@ -155,7 +155,9 @@ def main(arguments: argparse.Namespace) -> int:
 
     A tokenizer in OUT from the same text and settings is not trained again.
     """
-    vocab_size, out, sample_mb = arguments.vocab_size, arguments.out, arguments.sample_mb
+    vocab_size = arguments.vocab_size
+    out = arguments.out
+    sample_mb = arguments.sample_mb
     style, settings = STYLES[arguments.style], settings_of(arguments)
     if vocab_size < style.smallest:
         raise UserError(

@@ -103,7 +103,9 @@ def on_slurm(job: Job, wait_seconds: float, report: Callable[[str], None]) -> Ou
         RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
     )
     job_id = slurm.submit(job.script)
-    submitted, started, over = time.monotonic(), None, None
+    submitted = time.monotonic()
+    started = None
+    over = None
     try:
         while over is None or time.monotonic() - over < (
             MORE_SECONDS if logs(outcome) else END_SECONDS

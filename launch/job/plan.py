@@ -254,7 +254,9 @@ def describe(draft: Draft, request: Request, exclude: Sequence[str], after: str 
 
     exclude: nodes to exclude. after: sbatch's --dependency, or None.
     """
-    job, code, profile = draft.job, draft.code, request.profile
+    job = draft.job
+    code = draft.code
+    profile = request.profile
     names, left_out = snapshot.source_files(snapshot.ROOT) if code is None else ((), 0)
     fresh = (
         f"{snapshot.ROOT} in its present state: {len(names)} files, without {left_out} that are no "

@@ -173,7 +173,9 @@ def run_checks(wanted: Mapping[str, Any]) -> Report:
 
     wanted: the requirements, as `check_command` writes them.
     """
-    seconds, python, numa = wanted["seconds"], wanted["python"], wanted["numa"]
+    seconds = wanted["seconds"]
+    python = wanted["python"]
+    numa = wanted["numa"]
     deadline = time.monotonic() + seconds
     checks: dict[str, Callable[[], Report]] = {"memory": partial(memory, wanted["free_memory_gb"])}
     if python:

@@ -161,7 +161,9 @@ class Journal:
     """
 
     def __init__(self, job: Job, item: Item, job_id: str | None) -> None:
-        self.job, self.item, self.job_id = job, item, job_id
+        self.job = job
+        self.item = item
+        self.job_id = job_id
         self.folder = item.launch
         self.attempt = self.failures = 0
         self.nodes: tuple[str, ...] = ()

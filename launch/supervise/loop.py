@@ -48,8 +48,12 @@ class Supervisor:
     def __init__(
         self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool
     ) -> None:
-        self.job, self.item, self.place = job, job.items[index], place
-        self.signals, self.journal, self.show = signals, journal, show
+        self.job = job
+        self.item = job.items[index]
+        self.place = place
+        self.signals = signals
+        self.journal = journal
+        self.show = show
         self.directory = self.item.path
         self.limits = policy.limits_of(job.section("restarts"))
         self.records: list[Record] = []
@@ -329,7 +333,9 @@ class Supervisor:
 
         If the requeue succeeds, Slurm ends this process and the method does not return.
         """
-        message, number, pause = f"back to the queue: {reason}", 0, REQUEUE_SECONDS
+        message = f"back to the queue: {reason}"
+        number = 0
+        pause = REQUEUE_SECONDS
         while number < REQUEUE_TRIES:
             if (stop := self._stop_wish(ask=True)) is not None:
                 return self._end_without_attempt(stop)

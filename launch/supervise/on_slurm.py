@@ -50,11 +50,9 @@ class SlurmPlace(Place):
 
         exclude: nodes that the profile excludes.
         """
-        raw, array, task = (
-            environ["SLURM_JOB_ID"],
-            environ.get("SLURM_ARRAY_JOB_ID"),
-            environ.get("SLURM_ARRAY_TASK_ID"),
-        )
+        raw = environ["SLURM_JOB_ID"]
+        array = environ.get("SLURM_ARRAY_JOB_ID")
+        task = environ.get("SLURM_ARRAY_TASK_ID")
         self._environ = dict(environ)
         # The plain number of an array's last task is also the number of the entire array, so
         # commands get ARRAY_TASK.
@@ -367,7 +365,10 @@ class SlurmRunning:
     def __init__(
         self, srun: subprocess.Popen[bytes], job: str, name: str, attempt: Attempt
     ) -> None:
-        self._srun, self._job, self._name, self._attempt = srun, job, name, attempt
+        self._srun = srun
+        self._job = job
+        self._name = name
+        self._attempt = attempt
         # A signal's number -> the process that sends it, and its start (monotonic).
         self._telling: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
         self._over: float | None = None  # when srun ended (monotonic)

@@ -188,7 +188,9 @@ def _word(
     state: contents of state.json. stop: contents of stop.json, or None. job_id: the id under which
     Slurm reports the item, or None. The message is empty if the state needs no explanation.
     """
-    state_word, found, silent = state.get("state"), queue.states.get(job_id or ""), queue.silent
+    state_word = state.get("state")
+    found = queue.states.get(job_id or "")
+    silent = queue.silent
     if state_word == "finished":
         return state_word, ""
     if found is not None and found.active:
@@ -259,7 +261,9 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
     began = started(there[-1]) if (there := attempts(directory)) else 0.0
     stepped = stepping and written is not None and written > began
     steps = [value for value in (progress.get("step"), step.get("step")) if value is not None]
-    done, full, seconds = max(steps, default=0), progress.get("steps"), step.get("step_seconds")
+    done = max(steps, default=0)
+    full = progress.get("steps")
+    seconds = step.get("step_seconds")
     seconds_left = (
         max(0, full - done) * seconds
         if stepped and steps and full is not None and seconds is not None
@@ -413,7 +417,9 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
     Jobs with equal names are shown with their directories.
     """
     heads = [rows[0] if len(rows) == 1 else summary(job, rows) for job, rows in found]
-    names, here, done = Counter(head.name for head in heads), f"{Path.cwd()}/", set[int]()
+    names = Counter(head.name for head in heads)
+    here = f"{Path.cwd()}/"
+    done = set[int]()
     numbers = {
         str(Path(row.directory).resolve()): number
         for number, (_, rows) in enumerate(found)

@@ -191,7 +191,9 @@ class HashedFile(io.BufferedWriter):
 
     def __init__(self, path: str | Path, mode: str = "wb") -> None:
         super().__init__(io.FileIO(path, mode))
-        self._path, self._hash, self._parts = Path(path), xxhash.xxh3_128(), list[str]()
+        self._path = Path(path)
+        self._hash = xxhash.xxh3_128()
+        self._parts = list[str]()
 
     def write(self, content: Any) -> int:
         """Write all bytes of ``content``, update the hash, and return the number of bytes."""

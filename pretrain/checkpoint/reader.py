@@ -323,7 +323,10 @@ class _Stretch(io.RawIOBase):
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         super().__init__()
-        self.file, self.start, self.length, self.position = file, start, length, 0
+        self.file = file
+        self.start = start
+        self.length = length
+        self.position = 0
         self.failure: BaseException | None = None
 
     def readable(self) -> bool:

@@ -166,8 +166,12 @@ class DeepSpeedEngine:
         scale = self._loss_scale(step)
         if self.scales:
             self.scales.begin(scale / self.micro_batches)
-        reports, times, known = [], None, None
-        self.norm, self.unwanted, self.judge = math.nan, False, None
+        reports = []
+        times = None
+        known = None
+        self.norm = math.nan
+        self.unwanted = False
+        self.judge = None
         for number, batch in enumerate(step):
             started = (
                 platform.Moment()

@@ -156,7 +156,9 @@ def file_system(path: Path) -> tuple[str, bool]:
         )
     except OSError:
         return "unknown", True
-    real, kind, longest = os.path.realpath(path), "unknown", -1
+    real = os.path.realpath(path)
+    kind = "unknown"
+    longest = -1
     for mount in mounts:
         fields, _, rest = mount.partition(" - ")
         point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields.split()[4])

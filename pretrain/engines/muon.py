@@ -260,7 +260,9 @@ class _Exchange:
     """
 
     def __init__(self, table: list[list[Stretch]], rank: int, group: Group | None) -> None:
-        self.rank, self.group, self.size = rank, group, len(table)
+        self.rank = rank
+        self.group = group
+        self.size = len(table)
         shapes = {one.map: one.shape for some in table for one in some}
         holders: dict[Key, set[int]] = {}
         for number, some in enumerate(table):

@@ -33,7 +33,9 @@ def text(rehearsal: Rehearsal) -> str:
 
 
 def _rank_lines(plan: Plan, rank: Rank) -> Iterator[str]:
-    peak, trace, planned = rank.peak, rank.trace, plan.memory[rank.stage]
+    peak = rank.peak
+    trace = rank.trace
+    planned = plan.memory[rank.stage]
     yield (
         f"rank {rank.rank}, stage {rank.stage + 1} of "
         f"{plan.config.parallel.pipeline_model_parallel_size}: {gib(peak.bytes)} at the peak, "
@@ -127,7 +129,9 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
 
 
 def _rank_json(rehearsal: Rehearsal, rank: Rank) -> dict[str, Any]:
-    peak, trace, planned = rank.peak, rank.trace, rehearsal.plan.memory[rank.stage]
+    peak = rank.peak
+    trace = rank.trace
+    planned = rehearsal.plan.memory[rank.stage]
     return {
         "rank": rank.rank,
         "stage": rank.stage,

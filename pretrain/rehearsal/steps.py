@@ -101,7 +101,9 @@ class Rank:
         for tick, each, change in self.changes():
             now += change
             if self.begin <= tick < self.end and now > best:
-                best, at, last = now, tick, each
+                best = now
+                at = tick
+                last = each
         held = [
             each for each in self.held if each.born <= at and (each.gone is None or each.gone > at)
         ]

@@ -90,7 +90,9 @@ def find_slowest(
     typical = median_low(matmul)
     if len({place.replica for place in places}) == 1:
         by, rank = "matmul", max(ranks, key=lambda r: matmul[r])
-        seconds, compared, group = matmul[rank], matmul, tuple(ranks)
+        seconds = matmul[rank]
+        compared = matmul
+        group = tuple(ranks)
     else:
         stages = {
             place.stage: [busy[r] for r in ranks if places[r].stage == place.stage]
@@ -127,7 +129,9 @@ class Stragglers:
 
         ``folder``: the run directory; None on ranks that do not write.
         """
-        self.interval, self.limit, self.folder = interval, limit, folder
+        self.interval = interval
+        self.limit = limit
+        self.folder = folder
         here = RankPosition(
             host.node(),
             parallel_state.get_data_parallel_rank(),

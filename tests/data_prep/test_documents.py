@@ -163,20 +163,16 @@ RARELY = (("none", "batches"), ("one split", "batches"))
     ],
 )
 def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
-    settings, rows, random_ = (
-        SETTINGS[name],
-        fuzz(2000, seed=1, broken=0.0 if form == "all valid" else 0.15),
-        random.Random(3),
-    )
+    settings = SETTINGS[name]
+    rows = fuzz(2000, seed=1, broken=0.0 if form == "all valid" else 0.15)
+    random_ = random.Random(3)
     cuts = (
         sorted(random_.choices(range(len(rows) + 1), k=700)) if form == "batches" else []
     )  # some batches are empty
-    selection, found, dropped, bad = (
-        Selection(settings),
-        list[tuple[Any, ...]](),
-        Counter[Drop](),
-        list[BadRow](),
-    )
+    selection = Selection(settings)
+    found = list[tuple[Any, ...]]()
+    dropped = Counter[Drop]()
+    bad = list[BadRow]()
     for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         full = arrow(rows, form) if form != "batches" else arrow(rows)
         documents, reasons, bads = selection.of(

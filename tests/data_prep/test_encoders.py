@@ -454,11 +454,9 @@ def test_a_breakdown_while_encoding_is_one_line_and_one_wrong_id_is_found(
     made_of: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = made_of("gpt")
-    encoder, right, strings = (
-        Gigatoken(folder),
-        HuggingFace(folder),
-        list(battery(folder, 300, 500)),
-    )
+    encoder = Gigatoken(folder)
+    right = HuggingFace(folder)
+    strings = list(battery(folder, 300, 500))
 
     class Panicking:
         def encode_batch(self, texts: object, parallel: bool) -> None:

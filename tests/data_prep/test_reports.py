@@ -291,7 +291,9 @@ def of(values: npt.NDArray[np.int32]) -> Lengths:
 @pytest.mark.parametrize("case", LENGTHS)
 def test_figures_are_numpys(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.array(LENGTHS[case], dtype=np.int32)
-    lengths, long, half = of(values), np.sort(values.astype(np.int64)), len(values) // 2
+    lengths = of(values)
+    long = np.sort(values.astype(np.int64))
+    half = len(values) // 2
     assert lengths.total == len(values) and lengths.tokens == int(long.sum())
     assert np.repeat(lengths.values, lengths.documents).tolist() == long.tolist()
     for share in (0.001, 0.05, 0.25, 0.5, 0.9, 0.999, 1.0):

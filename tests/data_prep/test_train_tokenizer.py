@@ -88,11 +88,9 @@ def test_every_text_comes_back_and_transformers_agrees(trained: tuple[str, Path]
     from transformers import AutoTokenizer
 
     (style, folder), most = trained, 300
-    tokenizer, loaded, facts = (
-        plain(folder),
-        AutoTokenizer.from_pretrained(folder),
-        load_folder(folder),
-    )
+    tokenizer = plain(folder)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    facts = load_folder(folder)
     others = "   a¦ ¦\n¦a ¦¦ \x00¦</s>¦<|endoftext|>¦<s>".split("¦")
     strings = [*FRAGMENTS, *fuzz(3000), *others, CODE]
     for string in strings:

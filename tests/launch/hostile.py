@@ -112,7 +112,9 @@ def _flow(tree: dict[str, Any]) -> str:
 
 def job(root: Path, profile: Profile, **changes: Any) -> Job:
     """Return a job of two nodes whose supervisor is ``root/recorder``."""
-    directory, python, ranks = str(root / "run"), str(root / "recorder"), profile.processes_per_node
+    directory = str(root / "run")
+    python = str(root / "recorder")
+    ranks = profile.processes_per_node
     place, items = (
         (directory, str(root), f"{directory}/launch/code", python),
         (Item(directory, ("-m", "pretrain", "c.yaml"), "job"),),
@@ -147,7 +149,9 @@ def recorder(root: Path) -> Path:
 def recorded(path: Path) -> tuple[list[str], str, dict[str, str]]:
     """Return (arguments, working directory, environment) that the recorder wrote."""
     count, *rest = path.read_bytes().decode("utf-8").split("\0")[:-1]
-    words, folder, environment = rest[: int(count)], rest[int(count)], rest[int(count) + 1 :]
+    words = rest[: int(count)]
+    folder = rest[int(count)]
+    environment = rest[int(count) + 1 :]
     return words, folder, dict(line.split("=", 1) for line in environment)
 
 

@@ -123,7 +123,9 @@ def test_a_plan_by_documents_is_the_count_over_training_s_samples(
     words = [*settings, blend, "data.valid=[]", "data.documents=separate"]
     prepared = prepare(load_run(DEMO, words), 1)
     plan = make_plan(prepared.config, 1, prepared.facts)
-    samples, block, count = 1200, plan.config.model.blocks()[0], 0.0
+    samples = 1200
+    block = plan.config.model.blocks()[0]
+    count = 0.0
     stream = batches(
         build(words, tmp_path / "index", samples),
         0,

@@ -249,7 +249,9 @@ class Run(Command):
     """`conftest.Command` on a separate small data folder."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.data, self.cache = folder, folder / "data", folder / "cache"
+        self.folder = folder
+        self.data = folder / "data"
+        self.cache = folder / "cache"
         data = [f"data.{split}.0.prefix={self.data / split}" for split in ("train", "valid")]
         super().__init__(
             [

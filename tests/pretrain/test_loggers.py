@@ -24,7 +24,10 @@ def wandb_records(file: Path) -> list[Any]:
     """
     # Importing it takes a second, because it creates its classes at import.
     messages: Any = import_module("wandb.proto.wandb_internal_pb2")
-    data, at, full, found = file.read_bytes(), 7, b"", []
+    data = file.read_bytes()
+    at = 7
+    full = b""
+    found = []
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
             at += left

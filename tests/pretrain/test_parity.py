@@ -70,7 +70,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         )
     },
 }
-SPLIT, WHOLE, ZERO_3 = "TP2 + SP, recompute", "TP2 x PP2 + SP, selective", "TP2 x DP2 + SP, ZeRO-3"
+SPLIT = "TP2 + SP, recompute"
+WHOLE = "TP2 x PP2 + SP, selective"
+ZERO_3 = "TP2 x DP2 + SP, ZeRO-3"
 # feature_eps: at 1e-6, a token whose features match no past token has weights from eps alone, and
 # its gradient is 1/eps times the rounding of fp32. tests/fem_megatron/test_tensor_parallel.py
 # proves in float64 that tensor parallelism computes it correctly.

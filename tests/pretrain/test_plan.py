@@ -43,11 +43,9 @@ from tests.wording import Wording
 
 CONFIGS = ROOT / "configs" / "run"
 LARGE = "fem_sm_1.3b_100bt.yaml"
-TP, PP, VPP = (
-    "parallel.tensor_model_parallel_size",
-    "parallel.pipeline_model_parallel_size",
-    "parallel.virtual_pipeline_model_parallel_size",
-)
+TP = "parallel.tensor_model_parallel_size"
+PP = "parallel.pipeline_model_parallel_size"
+VPP = "parallel.virtual_pipeline_model_parallel_size"
 
 
 def run(name: str, *overrides: str) -> RunConfig:
@@ -216,11 +214,9 @@ def test_many_lengths_cost_what_a_few_of_them_show() -> None:
     per document, to a millionth.
     """
     shares = shares_of(np.random.default_rng(1).geometric(1 / 9000, 500).astype(np.int32), 32768)
-    part_lengths, requested, length = (
-        PartLengths(shares, 9000.0, 500, 500),
-        list[int](),
-        np.arange(1, 32769),
-    )
+    part_lengths = PartLengths(shares, 9000.0, 500, 500)
+    requested = list[int]()
+    length = np.arange(1, 32769)
 
     def cost(document: int) -> dict[str, float]:
         requested.append(document)

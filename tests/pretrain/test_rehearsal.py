@@ -292,7 +292,9 @@ def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned
     tmp_path: Path,
 ) -> None:
     found = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
-    plan, flops, printed = found["plan"], found["flops"], found["printed"]
+    plan = found["plan"]
+    flops = found["flops"]
+    printed = found["printed"]
     steady = {"DP2": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
     assert found["reads"] == {**steady, **{name: [reads] for name, reads in ZERO.items()}}
     assert {flops[name] for name in ZERO} == {flops["DP2"]}  # all of the same model

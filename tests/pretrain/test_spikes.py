@@ -138,7 +138,9 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     """A spike at the seventh of twelve steps; kills after the next checkpoint, before it, and
     before the spike.
     """
-    bad, begun, most = set[float](), list[int](), [99.0]
+    bad = set[float]()
+    begun = list[int]()
+    most = [99.0]
     monkeypatch.setattr(
         Spikes,
         "found",

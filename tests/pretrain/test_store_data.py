@@ -36,7 +36,9 @@ from tests.pretrain.stores import SECRET, Store, bring_here, refused
 from tests.ranks import PATIENCE, _pretrain, forked, losses, records, wait_until
 from tools.tokens.__main__ import main as tokens
 
-ALL, HALF, NONE = "data.store_cache_gb=1", "data.store_cache_gb=0.0105", "data.store_cache_gb=0"
+ALL = "data.store_cache_gb=1"
+HALF = "data.store_cache_gb=0.0105"
+NONE = "data.store_cache_gb=0"
 MANY = ["train.global_batch_size=8", "train.steps=16"]
 
 
@@ -188,7 +190,9 @@ def damaged(prefix: Path) -> None:
 def test_the_losses_are_those_of_the_folder_whatever_is_kept(
     large: Path, tmp_path: Path, here: Store, expected: dict[int, tuple[float, float]]
 ) -> None:
-    requests, url, requested = Requests(here), here.upload(large), list[int]()
+    requests = Requests(here)
+    url = here.upload(large)
+    requested = list[int]()
     turns = [(HALF, None), (ALL, None), (ALL, damaged)]
     for number, (cache_bytes, damage) in enumerate(turns):
         cache = tmp_path / cache_bytes
@@ -261,7 +265,9 @@ class Dying(Requests):
 
     def __init__(self, store: Store, answers: int, noticed: Callable[[], bool]) -> None:
         super().__init__(store)
-        self.answers, self.noticed, self.died = answers, noticed, False
+        self.answers = answers
+        self.noticed = noticed
+        self.died = False
 
     def __call__(self, client: socket.socket, data: bytes) -> bytes | None:  # type: ignore[override]
         super().__call__(client, data)

@@ -149,7 +149,9 @@ def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the
     """Two micro-batches per step, for a run and its resume. test_checkpoints.py tests that unused
     batches are not counted.
     """
-    read, counts, step = list[int](), list[int](), Trainer._step
+    read = list[int]()
+    counts = list[int]()
+    step = Trainer._step
 
     def noted(*given: Any) -> Iterator[Batch]:
         for number, batch in enumerate(batches(*given)):
