@@ -159,10 +159,8 @@ def _hidden(model: Json, special: set[str]) -> Json:
     """
     if model["type"] == "BPE" and not model["ignore_merges"]:
         return model
-    names = {
-        name: NO_TEXT + name
-        for name in special - {left + right for left, right in model.get("merges", ())}
-    }
+    merged = {left + right for left, right in model.get("merges", ())}
+    names = {name: NO_TEXT + name for name in special - merged}
     if model["type"] == "Unigram":
         return model | {
             "vocab": [[names.get(piece, piece), score] for piece, score in model["vocab"]]

@@ -67,10 +67,9 @@ class Lengths:
 
 def joined(parts: Iterable[Lengths]) -> Lengths:
     """Return the distribution of the union of several sets of documents."""
-    values, documents = (
-        np.concatenate(column)
-        for column in zip(*((part.values, part.documents) for part in parts), strict=True)
-    )
+    parts = list(parts)
+    values = np.concatenate([part.values for part in parts])
+    documents = np.concatenate([part.documents for part in parts])
     distinct, place = np.unique(values, return_inverse=True)
     total = np.zeros(len(distinct), np.int64)
     np.add.at(total, place, documents)

@@ -446,12 +446,13 @@ def _patterns(data_files: Any) -> list[str]:
         for entry in data_files or ()
     ]
     training = [entry for entry in entries if entry.get("split") == "train"] or entries
-    paths = [entry.get("path") or () for entry in training]
-    return [
-        str(path).strip("/")
-        for some in paths
-        for path in ([some] if isinstance(some, str) else some)
-    ]
+    found = []
+    for entry in training:
+        paths = entry.get("path") or ()
+        if isinstance(paths, str):
+            paths = [paths]
+        found += [str(path).strip("/") for path in paths]
+    return found
 
 
 def _training(repository: Repository, files: Files) -> Files:

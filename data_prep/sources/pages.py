@@ -156,5 +156,10 @@ class _Compact:
             return self.struct(depth + 1)
         if kind not in (BYTE, DOUBLE, BINARY):
             raise BadHeader  # page headers contain no lists, sets or maps
-        self._skip(self._unsigned() if kind == BINARY else 1 if kind == BYTE else 8)
+        if kind == BINARY:
+            self._skip(self._unsigned())
+        elif kind == BYTE:
+            self._skip(1)
+        else:
+            self._skip(8)
         return None

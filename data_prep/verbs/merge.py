@@ -177,10 +177,9 @@ def _merge_split(
         for unit, _ in shards:
             yield read_index(with_ending(shard_prefix(out, unit, split), "idx")).lengths
 
-    documents, tokens, text_bytes = (
-        sum(getattr(part, name) for _, part in shards)
-        for name in ("documents", "tokens", "text_bytes")
-    )
+    documents = sum(part.documents for _, part in shards)
+    tokens = sum(part.tokens for _, part in shards)
+    text_bytes = sum(part.text_bytes for _, part in shards)
     idx_bytes, idx_sha256 = write_index(index, documents, dtype, lengths)
     hashes, sizes = (bin_sha256, idx_sha256), (writer.bytes, idx_bytes)
     ids = _merge_ids(split, with_ending(target, "ids"), out, shards)

@@ -42,14 +42,13 @@ def shell(text: str) -> Quoted:
     if not CONTROL.search(text):
         return Quoted(shlex.quote(text))
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return Quoted(
-        "$'"
-        + CONTROL.sub(
-            lambda match: "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8")),
-            escaped,
-        )
-        + "'"
-    )
+    escaped = CONTROL.sub(_hexadecimal, escaped)
+    return Quoted(f"$'{escaped}'")
+
+
+def _hexadecimal(match: re.Match[str]) -> str:
+    r"""Return the matched text as bash's escapes of its bytes, ``\x0a`` for a line break."""
+    return "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8"))
 
 
 def directive(option: str, value: str) -> Quoted:

@@ -258,7 +258,8 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
     lines = list(last_json_lines(metrics))
     step: dict[str, Any] = next((line for line in lines if "loss" in line), {})
     written = metrics.stat().st_mtime if lines else None
-    began = started(there[-1]) if (there := attempts(directory)) else 0.0
+    folders = attempts(directory)
+    began = started(folders[-1]) if folders else 0.0
     stepped = stepping and written is not None and written > began
     steps = [value for value in (progress.get("step"), step.get("step")) if value is not None]
     done = max(steps, default=0)
@@ -351,8 +352,9 @@ def _board(
     once: dict[Path, tuple[Job, set[int]]] = {}
     for directory in directories or [ROOT]:
         for job, indices in _jobs(Path(directory), requested=requested):
-            once.setdefault(job.path.resolve(), (job, set()))[1].update(indices)
-    jobs = [(job, sorted(chosen)) for job, chosen in once.values()]
+            _, selected = once.setdefault(job.path.resolve(), (job, set()))
+            selected.update(indices)
+    jobs = [(job, sorted(selected)) for job, selected in once.values()]
     queue = ask([job for job, _ in jobs])
     every = [(job, rows_of(job, queue, now, indices)) for job, indices in jobs]
     recent = float("inf") if old or requested else RECENT_SECONDS
@@ -420,11 +422,10 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
     names = Counter(head.name for head in heads)
     here = f"{Path.cwd()}/"
     done = set[int]()
-    numbers = {
-        str(Path(row.directory).resolve()): number
-        for number, (_, rows) in enumerate(found)
-        for row in (heads[number], *rows)
-    }
+    numbers = dict[str, int]()  # job number by the directory of the job or of one of its items
+    for number, (_, rows) in enumerate(found):
+        for row in (heads[number], *rows):
+            numbers[str(Path(row.directory).resolve())] = number
     parents = [numbers.get(head.parent or "") for head in heads]
 
     def tree(number: int, depth: int) -> Iterator[tuple[str, ...]]:
@@ -452,7 +453,9 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
 def _cells(row: Row, name: str) -> tuple[str, ...]:
     """Return a row's cells for the table."""
     attempt = "-" if row.attempt is None else str(row.attempt)
-    steps = f"{row.step if row.step is not None else '-'}{f'/{row.steps}' if row.steps else ''}"
+    steps = "-" if row.step is None else str(row.step)
+    if row.steps:
+        steps += f"/{row.steps}"
     loss = "-" if row.loss is None else f"{row.loss:.4f}"
     return (
         name,

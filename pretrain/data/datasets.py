@@ -383,10 +383,8 @@ def _check_ids(batch: Batch, samples: Sequence[Batch], dataset: GPTDataset) -> N
     A sharded embedding would silently ignore the id.
     """
     size = dataset.config.tokenizer.vocab_size
-    if all(
-        least >= 0 and most < size
-        for least, most in (torch.aminmax(batch[key]) for key in ("tokens", "labels"))
-    ):
+    ranges = [torch.aminmax(batch[key]) for key in ("tokens", "labels")]
+    if all(least >= 0 and most < size for least, most in ranges):
         return
     for sample in samples:
         ids = torch.cat((sample["tokens"], sample["labels"]))

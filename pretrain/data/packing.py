@@ -205,9 +205,8 @@ def packing_line(data: DataConfig, facts: DataFacts) -> str | None:
                 for weight, each in zip(weights, shares, strict=True)
             ]
             padding = sum(parts) / sum(weights) / data.seq_length
-            cut, documents = (
-                sum(getattr(each, name) for each in shares) for name in ("cut", "documents")
-            )
+            cut = sum(each.cut for each in shares)
+            documents = sum(each.documents for each in shares)
             words.append(f"{title} {padding:.2%} padding, {cut:,} of {documents:,} documents cut")
     return f"data.packing = best_fit: {'; '.join(words)}"
 

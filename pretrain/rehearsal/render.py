@@ -204,6 +204,5 @@ def _through_the_step(rank: Rank) -> tuple[list[int], list[list[float]]]:
         if rank.begin <= tick < rank.end:
             points.append((tick - rank.begin, dict(now)))
     points = points[:: max(1, len(points) // 4000)]
-    return [tick for tick, _ in points], [
-        [levels[name] / 2**30 for _, levels in points] for name in CONTENTS
-    ]
+    ticks = [tick for tick, _ in points]
+    return ticks, [[levels[name] / 2**30 for _, levels in points] for name in CONTENTS]

@@ -205,12 +205,16 @@ def recorded_steps(
     """
     trace, deepspeed = recorder.trace, engine.config.engine.name == "deepspeed"
     _name_parts(engine, trace)
-    (zero.follow if deepspeed else _follow)(engine, recorder)
+    if deepspeed:
+        zero.follow(engine, recorder)
+    else:
+        _follow(engine, recorder)
     peaks = [0.0] * world_size
     begin = 0
     # ZeRO-3 records the order of the modules in its first micro-batch, and compares it between the
     # ranks in the second.
-    for step in range(1, 4 if deepspeed and engine.config.engine.zero_stage == 3 else 3):
+    last_step = 3 if deepspeed and engine.config.engine.zero_stage == 3 else 2
+    for step in range(1, last_step + 1):
         gc.collect()
         begin = recorder.tick
         trace.restart()
@@ -220,7 +224,10 @@ def recorded_steps(
         )
         trace.stage = SETUP
     end = recorder.tick
-    (zero.set_holders if deepspeed else _set_holders)(engine, recorder)
+    if deepspeed:
+        zero.set_holders(engine, recorder)
+    else:
+        _set_holders(engine, recorder)
     return Rank(
         stage=0,
         rank=torch.distributed.get_rank(),

@@ -94,10 +94,9 @@ def find_slowest(
         compared = matmul
         group = tuple(ranks)
     else:
-        stages = {
-            place.stage: [busy[r] for r in ranks if places[r].stage == place.stage]
-            for place in places
-        }
+        stages: dict[int, list[float]] = {}
+        for place, own_seconds in zip(places, busy, strict=True):
+            stages.setdefault(place.stage, []).append(own_seconds)
         by, rank = "step", max(ranks, key=lambda r: busy[r] / median_low(stages[places[r].stage]))
         seconds, compared = busy[rank], stages[places[rank].stage]
         group = tuple(r for r in ranks if places[r].replica == places[rank].replica)
@@ -169,10 +168,9 @@ class Stragglers:
     def _write(
         self, path: Path, step: int, seconds: dict[str, tuple[float, ...]], found: Slowest
     ) -> None:
-        line: dict[str, Any] = {
-            "step": step,
-            **{name: [float(f"{s:.4g}") for s in values] for name, values in seconds.items()},
-        }
+        line: dict[str, Any] = {"step": step}
+        for name, values in seconds.items():
+            line[name] = [float(f"{value:.4g}") for value in values]
         line["slowest"] = {
             "rank": found.rank,
             "host": found.host,

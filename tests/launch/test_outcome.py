@@ -405,7 +405,7 @@ def test_slurms_log_reports_an_out_of_memory_kill(tmp_path: Path) -> None:
         attempt = write_attempt(tmp_path / str(number), line, after=5000)
         record(attempt, 0, 1999.0, error=RESET)
         record(attempt, 1, 2000.0, **KILLED)
-        record(attempt, 2, 2001.0, signalled=TOLD, **KILLED)
+        record(attempt, 2, 2001.0, told=TOLD, **KILLED)
         assert (
             memory_of(attempt) == expected
             if line in OOM_LINES
@@ -459,7 +459,7 @@ def test_the_kernels_count_reports_an_out_of_memory_kill(tmp_path: Path) -> None
     assert kinds == "signal lost exit exit lost".split()
     # The process that watches a rank reports the kill, too.
     record(tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)")
-    record(tmp_path, 1, 1990.0, **KILLED, signalled={"SIGTERM": 1980.0})
+    record(tmp_path, 1, 1990.0, **KILLED, told={"SIGTERM": 1980.0})
     assert memory_of(tmp_path) == memory_of(tmp_path / "lost", 137, oom_kill=True)
 
 
