@@ -319,6 +319,9 @@ class Run:
         assert self.config.model.vocab_size is not None
         if self.first and (line := packing_line(self.config.data, self.facts)):
             self.log(line)
+        needs = []
+        if self.part.name:
+            needs = [part.needs() for part in self.parts[: self.part.number + 1]]
         return build_datasets(
             self.config,
             vocab_size=self.config.model.vocab_size,
@@ -328,9 +331,7 @@ class Run:
             default_cache=self.folder / "index_cache",
             log=self.log,
             reader=self.reader,
-            needs=[part.needs() for part in self.parts[: self.part.number + 1]]
-            if self.part.name
-            else [],
+            needs=needs,
         )
 
     def _read_contents(self) -> Contents:

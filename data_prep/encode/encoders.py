@@ -453,11 +453,9 @@ def _steps(part: Json | None, name: str) -> list[Json]:
     """
     if part is None:
         return []
-    return (
-        [inner for step in part[name] for inner in _steps(step, name)]
-        if part["type"] == "Sequence"
-        else [part]
-    )
+    if part["type"] != "Sequence":
+        return [part]
+    return [inner for step in part[name] for inner in _steps(step, name)]
 
 
 PLANES_IN_USE = (*range(0x40000), *range(0xE0000, 0xE1000), *range(0xF0000, 0x110000))

@@ -200,14 +200,16 @@ def facts_of_files(files: list[SourceFile]) -> Json:
 
     Its entry ``first`` describes the columns of the first file.
     """
+    kinds = Counter[str]()
+    for file in files:
+        kinds[file.kind] += len(file.parts) or 1
+    rows = None
+    if all(file.rows is not None for file in files):
+        rows = sum(file.rows or 0 for file in files)
     return {
-        "kinds": dict(
-            sum((Counter({file.kind: len(file.parts) or 1}) for file in files), Counter())
-        ),
+        "kinds": dict(kinds),
         "bytes": sum(file.bytes for file in files),
-        "rows": sum(file.rows or 0 for file in files)
-        if all(file.rows is not None for file in files)
-        else None,
+        "rows": rows,
         "text_bytes": sum(file.text_bytes for file in files),
         "list": [
             {"path": file.path, "kind": file.kind, "bytes": file.bytes, "rows": file.rows}

@@ -239,11 +239,9 @@ def _entry(repository: Repository, path: str) -> Files | None:
         entries = HfApi().get_paths_info(
             repository.id, [path], revision=repository.revision, repo_type="dataset"
         )
-        return (
-            {entry.path: _file(entry) for entry in entries if isinstance(entry, RepoFile)}
-            if entries
-            else None
-        )
+        if not entries:
+            return None
+        return {entry.path: _file(entry) for entry in entries if isinstance(entry, RepoFile)}
 
     return patiently(ask, repository, SHORT_WAITS)
 
@@ -424,11 +422,13 @@ def _chosen(name: str, configs: dict[str, Json], subset: str | None) -> str:
         near = difflib.get_close_matches(subset, configs, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {known}"
         raise UserError(f"{name} has no subset {subset!r}; {hint}")
-    default = [key for key, entry in configs.items() if entry.get("default") is True] or [
-        key for key in configs if key == "default"
-    ]
-    if default or len(configs) == 1:
-        return (default or list(configs))[0]
+    for key, entry in configs.items():
+        if entry.get("default") is True:
+            return key
+    if "default" in configs:
+        return "default"
+    if len(configs) == 1:
+        return next(iter(configs))
     raise UserError(f"{name} has several subsets and no default; choose with --subset: {known}")
 
 

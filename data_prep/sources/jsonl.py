@@ -277,11 +277,9 @@ class Head:
 
         ``a.b`` is the key b of the object a, unless a line has the key ``a.b`` itself.
         """
-        return (
-            (name,)
-            if "." not in name or any(name in item for item in self.objects)
-            else tuple(name.split("."))
-        )
+        if "." not in name or any(name in item for item in self.objects):
+            return (name,)
+        return tuple(name.split("."))
 
     def kind(self, name: str) -> pa.DataType | None:
         """Return the Arrow type of a column from its first value in the first lines.

@@ -235,9 +235,13 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
     """Return the states of jobs in Slurm's accounting, or {} if accounting is not available."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
-    columns, question = (
-        "JobID,State,NodeList",
-        ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(job_ids)}"),
+    columns = "JobID,State,NodeList"
+    question = (
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        f"--jobs={','.join(job_ids)}",
     )
     try:
         answer = call(*question, f"--format={columns},SubmitLine")

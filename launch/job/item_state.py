@@ -97,10 +97,8 @@ def standings(job: Job, *, ask: bool = True) -> list[Standing]:
 
 def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueState]]) -> Standing:
     """Return the state of one item, from its files and the rows of Slurm's queue."""
-    launch, state = (
-        job.items[index].launch,
-        state_of(job.items[index].directory),
-    )
+    launch = job.items[index].launch
+    state = state_of(job.items[index].directory)
     if state.get("state") == "finished":
         return Standing(index, "finished")
     if index in rows:

@@ -147,10 +147,8 @@ def _same(
     Raises:
         UserError: the settings in the directory differ from the requested ones.
     """
-    where, how = (
-        before.directory,
-        "--update takes the new settings and the present code; or use another directory",
-    )
+    where = before.directory
+    how = "--update takes the new settings and the present code; or use another directory"
     for key in ("kind", "array", "working_directory", "nodes", "processes_per_node", "torchrun"):
         old, new = getattr(before, key), getattr(merged, key)
         if old != new:

@@ -105,10 +105,8 @@ class Notifier:
         """
         if not self._command or event not in self._events:
             return None
-        text, command = (
-            json.dumps({"event": event, "time": time.time(), **facts}) + "\n",
-            ["sh", "-c", self._command],
-        )
+        text = json.dumps({"event": event, "time": time.time(), **facts}) + "\n"
+        command = ["sh", "-c", self._command]
         try:
             with tempfile.TemporaryFile() as given:
                 given.write(text.encode())

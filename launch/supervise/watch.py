@@ -196,19 +196,18 @@ class Watch:
             and (hang is None or cut)
             and taken_away(self.place, self.signals, signalled=message)
         )
+        down = {}
+        if code != 0:
+            for node, why in self.place.down_nodes().items():
+                if node in self.attempt.nodes:
+                    down[node] = why
         return Observed(
             code,
             before,
             after,
             signalled=self._signalled_at is not None,
             hang=hang,
-            down={}
-            if code == 0
-            else {
-                node: why
-                for node, why in self.place.down_nodes().items()
-                if node in self.attempt.nodes
-            },
+            down=down,
             cancelled=cancelled or (message and self.place.cancelled()),
             taken=taken,
             oom_kill=oom_kills(counter) > kills,
@@ -298,13 +297,9 @@ class Watch:
         sizes = None
         while running.poll() is None and time.monotonic() < deadline:
             time.sleep(0.5)
-            last, sizes = (
-                sizes,
-                sorted(
-                    path.stat().st_size
-                    for path in (self.attempt.folder / "dumps").glob("rank_*.txt")
-                ),
-            )
+            last = sizes
+            dumps = (self.attempt.folder / "dumps").glob("rank_*.txt")
+            sizes = sorted(path.stat().st_size for path in dumps)
             if len(sizes) >= ranks and sizes == last:
                 break
         self.journal.log(

@@ -101,10 +101,9 @@ def ask(jobs: Sequence[Job]) -> Queue:
 
 def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = None) -> list[Row]:
     """Return one row for each item of a job, or for the items with the given indices."""
-    return [
-        _row(job, index, queue, now)
-        for index in (range(len(job.items)) if items is None else items)
-    ]
+    if items is None:
+        items = range(len(job.items))
+    return [_row(job, index, queue, now) for index in items]
 
 
 def summary(job: Job, rows: Sequence[Row]) -> Row:
@@ -146,17 +145,21 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
         bool(found and found.active) or (word in AT_WORK and found is None) or word.endswith("?")
     )
     numbers = _numbers(item.path, active, word in _STEPPING, now) if job.kind == "run" else {}
+    if not job_id and state.get("job_id"):
+        job_id = str(state["job_id"])
+    if not message and not again:
+        message = str(state.get("message") or "")
     return Row(
         name=item.name,
         directory=item.directory,
         state=word,
         active=active,
-        job_id=job_id or (str(state["job_id"]) if state.get("job_id") else None),
+        job_id=job_id or None,
         queue=found.state if found else None,
         attempt=state.get("attempt"),
         failures=int(state.get("failures") or 0),
         since=state.get("time"),
-        message=message or ("" if again else str(state.get("message") or "")),
+        message=message,
         **numbers,
     )
 

@@ -132,17 +132,13 @@ def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         text = ""
     core = re.split(r"\n\s*\n", text)[0]
-    words = {
-        word
-        for line in re.findall(r"^(?:flags|Features)\s*:(.*)$", core, re.MULTILINE)
-        for word in line.split()
-    }
+    words = set[str]()
+    for line in re.findall(r"^(?:flags|Features)\s*:(.*)$", core, re.MULTILINE):
+        words.update(line.split())
     model = re.findall(r"^CPU (?:implementer|part)\s*:(.*)$", core, re.MULTILINE)  # on Arm
-    return " ".join(
-        [platform.machine(), *(word.strip() for word in model), *sorted(words)]
-        if text
-        else [platform.machine(), platform.processor()]
-    )
+    if not text:
+        return f"{platform.machine()} {platform.processor()}"
+    return " ".join([platform.machine(), *(word.strip() for word in model), *sorted(words)])
 
 
 def file_system(path: Path) -> tuple[str, bool]:

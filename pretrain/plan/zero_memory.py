@@ -120,7 +120,9 @@ def zero_memory(placement: Placement, parameters: int, muon_parameters: int = 0)
         reduction = WIDE * ((1 if cuda else 2) * bucket + group)
     optimizer -= WIDE * placement.optimizer_part(muon_parameters)
     several = placement.micro_batches > 1
-    fresh = 0 if several or stage == 3 or (stage == 1 and e < WIDE) else gradients
+    fresh = gradients
+    if several or stage == 3 or (stage == 1 and e < WIDE):
+        fresh = 0
     if offload:
         host, optimizer = optimizer + 2 * WIDE * part, 0
         gradients = WIDE * parameters if stage == 1 else 0

@@ -135,10 +135,8 @@ class Rehearsal:
 
         The value is None if the memory suffices or the memory of the device is unknown.
         """
-        memory_limit, most = (
-            memory_gib(self.device),
-            max(self.ranks, key=lambda rank: rank.peak.bytes),
-        )
+        memory_limit = memory_gib(self.device)
+        most = max(self.ranks, key=lambda rank: rank.peak.bytes)
         if memory_limit is None or most.peak.bytes <= memory_limit * 2**30:
             return None
         return (

@@ -8,7 +8,7 @@ import copy
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,12 @@ def test_what_is_written_comes_back_as_the_same_text_however_it_came_about(shard
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path (a tuple of keys) of each value within a JSON value."""
-    for key in (
-        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    ):
+    keys: Iterable[Any] = ()
+    if isinstance(value, dict):
+        keys = value
+    elif isinstance(value, list):
+        keys = range(len(value))
+    for key in keys:
         yield (*above, key)
         yield from places(value[key], (*above, key))
 

@@ -111,10 +111,8 @@ def test_rows_of_jsonl_are_estimated(tmp_path: Path, packed: bool) -> None:
         json.dumps({"id": name, "text": text, "n": 1, "tags": []}) + "\n"
         for name, text in documents
     ).encode()
-    file, total = (
-        tmp_path / ("a.jsonl.gz" if packed else "a.jsonl"),
-        sum(len(text.encode()) for _, text in documents),
-    )
+    file = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    total = sum(len(text.encode()) for _, text in documents)
     file.write_bytes(gzip.compress(content) if packed else content)
     found = report("inspect", file, f"--sample-mb {total / 5e6}")
     assert found["files"]["rows"] is None and found["files"]["kinds"] == {

@@ -115,10 +115,8 @@ def job(root: Path, profile: Profile, **changes: Any) -> Job:
     directory = str(root / "run")
     python = str(root / "recorder")
     ranks = profile.processes_per_node
-    place, items = (
-        (directory, str(root), f"{directory}/launch/code", python),
-        (Item(directory, ("-m", "pretrain", "c.yaml"), "job"),),
-    )
+    place = (directory, str(root), f"{directory}/launch/code", python)
+    items = (Item(directory, ("-m", "pretrain", "c.yaml"), "job"),)
     made = replace(
         Job("job", "run", *place, 2, ranks, True, items, profile.as_json(), "profile.yaml"),
         **changes,

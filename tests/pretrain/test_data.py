@@ -80,10 +80,8 @@ def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_pa
     train = build(settings, tmp_path, 40)
     end = int(train[0]["tokens"][10])  # any id can serve as the end of a document in this test
     cpu, requested = torch.device("cpu"), DataConfig(documents="separate", eod_loss=False)
-    plain, separate = (
-        batches(train, 0, 4, cpu),
-        batches(train, 0, 4, cpu, ends=Ends.of(requested, end)),
-    )
+    plain = batches(train, 0, 4, cpu)
+    separate = batches(train, 0, 4, cpu, ends=Ends.of(requested, end))
     for _ in range(3):
         wanted, batch = next(plain), next(separate)
         context = batch.pop("context")

@@ -109,10 +109,8 @@ def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(
     layout: list[str], tied: bool
 ) -> None:
     config = small(f"model.tie_embeddings={str(tied).lower()}", *layout)
-    tensor, stages = (
-        config.parallel.tensor_model_parallel_size,
-        config.parallel.pipeline_model_parallel_size,
-    )
+    tensor = config.parallel.tensor_model_parallel_size
+    stages = config.parallel.pipeline_model_parallel_size
     shapes = parameter_shapes(config.model)
     vectors = sum(
         math.prod(shape)
@@ -129,10 +127,8 @@ def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(
 
 
 def test_attention_flops_are_the_sum_over_all_pairs_of_a_sequence() -> None:
-    model, length = (
-        ModelConfig(vocab_size=100, num_layers=1, num_attention_heads=2, hidden_size=16),
-        9,
-    )
+    model = ModelConfig(vocab_size=100, num_layers=1, num_attention_heads=2, hidden_size=16)
+    length = 9
     shape = FemShape.of(model, SoftmaxShape)
     pairs = sum(1 for query in range(length) for key in range(length) if key <= query)
     # Per head, a pair costs one product over d_k for its score, and one over [v | U], which is

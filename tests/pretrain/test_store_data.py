@@ -146,10 +146,10 @@ def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
         )
         assert codes == [0, 0], output
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
-    valid = [
-        [line["valid_loss"] for line in records(tmp_path / name) if "valid_loss" in line]
-        for name in ("local", "stored")
-    ]
+    valid = []
+    for name in ("local", "stored"):
+        lines = records(tmp_path / name)
+        valid.append([line["valid_loss"] for line in lines if "valid_loss" in line])
     assert valid[0] == valid[1] and len(valid[0]) == 2
     pieces: list[list[dict[str, Any]]] = []
     for name in ("local", "stored"):

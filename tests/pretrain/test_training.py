@@ -325,15 +325,12 @@ def test_the_eta_counts_the_pauses_left_and_no_step_twice(monkeypatch: pytest.Mo
     etas, left = {}, {}
     for step in range(1, 101):
         now += 2.0
-        save, validation = (
-            1 + sum(at % every == 0 for at in range(step, 100)) for every in (10, 5)
-        )
+        save = 1 + sum(at % 10 == 0 for at in range(step, 100))
+        validation = 1 + sum(at % 5 == 0 for at in range(step, 100))
         measured = meter.measure(100 - step, {"save": save, "validation": validation})
         assert measured["step_seconds"] == 2.0
-        etas[step], left[step] = (
-            measured["eta_seconds"],
-            2.0 * (100 - step) + 60.0 * save + 8.0 * validation,
-        )
+        etas[step] = measured["eta_seconds"]
+        left[step] = 2.0 * (100 - step) + 60.0 * save + 8.0 * validation
         for kind, seconds, due in (
             ("validation", 8.0, step % 5 == 0),
             ("save", 60.0, step % 10 == 0),
