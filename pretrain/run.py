@@ -234,16 +234,16 @@ class Run:
                 record_fork(
                     self.folder, start.found.path, progress.step, progress.order_begin, hashed
                 )
-        listed = ", ".join(
+        listed = [
             str(change)
             for change in start.changed
             if change.rule == TOLD or (start.forked and change.rule != FREE)
-        )
+        ]
         if listed:
             heading = (
                 "different from the parent" if start.forked else "changed since the last attempt"
             )
-            self.log(f"{heading}: {listed}")
+            self.log(f"{heading}: {', '.join(listed)}")
         step, steps = start.progress.step, self.schedule.last_step
         # After the last step, the state is "complete" only if the last validation is done.
         complete = before is not None and (before.get("state"), before.get("step")) == (

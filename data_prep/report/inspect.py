@@ -260,21 +260,15 @@ def facts_of_sample(sample: Sample, speed: float | None) -> Json:
     It contains rows, drops, document sizes, and the beginnings of up to 3 documents spread over the
     sample.
     """
-    lengths = np.concatenate(
-        [
-            np.empty(0, np.int64),
-            *(pc.binary_length(batch.texts).to_numpy() for batch in sample.batches),
-        ]
-    )
-    sizes = (
-        {
+    parts = [pc.binary_length(batch.texts).to_numpy() for batch in sample.batches]
+    lengths = np.concatenate([np.empty(0, np.int64), *parts])
+    sizes = None
+    if len(lengths):
+        sizes = {
             "mean": float(lengths.mean()),
             "median": float(np.median(lengths)),
             "largest": int(lengths.max()),
         }
-        if len(lengths)
-        else None
-    )
     shown = [sample.batches[index] for index in evenly(len(sample.batches), EXAMPLES)]
     return {
         "whole": sample.whole,

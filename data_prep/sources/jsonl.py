@@ -142,9 +142,9 @@ def read(
     The places of rows are byte offsets in the uncompressed file. Blank lines are not rows. From a
     damaged stream, the rows before the damage are read. Raises UserError.
     """
-    head = (
-        _head(file, kind) if columns.extra or any("." in name for name in columns.all) else Head()
-    )
+    head = Head()
+    if columns.extra or any("." in name for name in columns.all):
+        head = _head(file, kind)
     gathered = Gathered(columns, head)
     plain = kind == "jsonl"
     # The byte before the span shows if a line starts at the span's first byte.

@@ -158,10 +158,9 @@ def make_plan(request: Request) -> tuple[Plan, TokenizerFolder]:
     )
     units = tuple(Unit(number, file, **vars(span)) for number, (file, span) in enumerate(cuts))
     if all(unit.rows == 0 for unit in units):
-        raise UserError(
-            "no rows in "
-            f"{files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}"
-        )
+        if len(files) == 1:
+            raise UserError(f"no rows in {files[0].path}")
+        raise UserError(f"no rows in any of the {len(files)} input files")
     plan = Plan("", settings, identity(tokenizer), tuple(files), units, unit_bytes)
     check_splits(plan)
     return replace(plan, fingerprint=fingerprint_of(plan)), tokenizer

@@ -297,11 +297,9 @@ def _summed(recorded: MergedEntry, name: str, entries: list[UnitEntry]) -> Merge
     parts = [entry.splits[name] for entry in entries if name in entry.splits]
     documents = sum(part.documents for part in parts)
     sizes = [part.ids.bytes for part in parts if part.ids]
-    ids = (
-        IdsEntry(sum(sizes), recorded.ids.sha256 if recorded.ids else "")
-        if parts and len(sizes) == len(parts)
-        else None
-    )
+    ids = None
+    if parts and len(sizes) == len(parts):
+        ids = IdsEntry(sum(sizes), recorded.ids.sha256 if recorded.ids else "")
     return replace(
         recorded,
         documents=documents,

@@ -371,11 +371,12 @@ def _board(
     if as_json:
         return json.dumps([asdict(row) for _, rows in found for row in rows], indent=1), active
     lines = list(_lines(found, items=items))
-    text = (
-        _table([HEADER, *lines])
-        if lines
-        else ["all jobs ended more than a day ago" if hidden else "no jobs yet"]
-    )
+    if lines:
+        text = _table([HEADER, *lines])
+    elif hidden:
+        text = ["all jobs ended more than a day ago"]
+    else:
+        text = ["no jobs yet"]
     if hidden:
         text.append(f"{hidden} that ended more than a day ago: --all")
     if queue.silent:

@@ -130,7 +130,9 @@ def zero_memory(placement: Placement, parameters: int, muon_parameters: int = 0)
             held = e * bucket * buffers
             forward = 0
             reduction = converted
-            fresh = 0 if several else gradients + (0 if cuda else WIDE * part)
+            fresh = gradients if cuda else gradients + WIDE * part
+            if several:
+                fresh = 0
     if engine.offload_parameters:
         host, weights = host + weights, 0
     if not cuda:

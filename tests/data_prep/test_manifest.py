@@ -129,8 +129,7 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(
     read, path = READ[name], shards / name
     raw, value = path.read_bytes(), json.loads(path.read_bytes())
     spoilt: list[tuple[bytes, tuple[Any, ...]]] = [
-        (raw[:size], ()) for size in range(0, len(raw) - 2, 13)
-    ] + [
+        *((raw[:size], ()) for size in range(0, len(raw) - 2, 13)),
         (b"[" * 100_000, ()),
         (b"\xff" + raw, ()),
         (b"7", ()),
@@ -149,14 +148,8 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(
             (json.dumps({**value, "more": 1}).encode(), place),
         ]
         if name == "plan.json" and isinstance(old, str | int):
-            spoilt.append(
-                (
-                    json.dumps(
-                        changed(value, place, [old + "x" if isinstance(old, str) else old + 1])
-                    ).encode(),
-                    place,
-                )
-            )
+            new = old + "x" if isinstance(old, str) else old + 1
+            spoilt.append((json.dumps(changed(value, place, [new])).encode(), place))
     taken, report = set[str](), list[str]()
     for content, place in spoilt:
         path.write_bytes(content)

@@ -349,20 +349,14 @@ def test_a_page_above_the_limit_is_not_read(
     assert fault.message.endswith(
         "(it has a page of 5 MiB, the limit is 5; write it with smaller pages)"
     )
-    assert (
-        len(
-            read_all(
-                opened(
-                    tmp_path / "x.parquet",
-                    table,
-                    use_dictionary=False,
-                    compression="zstd",
-                    write_batch_size=10,
-                )
-            )
-        )
-        == 60
+    file = opened(
+        tmp_path / "x.parquet",
+        table,
+        use_dictionary=False,
+        compression="zstd",
+        write_batch_size=10,
     )
+    assert len(read_all(file)) == 60
 
 
 # --- bounded memory for all sizes of row groups, values, dictionaries, pages and lines ------------

@@ -122,7 +122,7 @@ def datasets_of(prepared: Prepared, samples: int, cache: Path, **given: Any) -> 
         "eod_id": facts.eod_id or 0,
         "contents": check_contents(facts),
         "reader": StoreReader(config),
-        "say": lambda text: None,
+        "log": lambda text: None,
     }
     return build_datasets(
         config, train_samples=samples, default_cache=cache, **{**settings, **given}

@@ -351,15 +351,8 @@ def late_reader(arguments: list[str]) -> int:
 
 
 def test_a_rank_that_reads_late_finds_the_files_where_they_were_built(run: Run) -> None:
-    assert (
-        answer(
-            2,
-            late_reader,
-            [DEMO, *run.settings, "train.steps=1", "optimizer.warmup_steps=0"],
-            output=run.folder / "out",
-        )
-        == 0
-    )
+    arguments = [DEMO, *run.settings, "train.steps=1", "optimizer.warmup_steps=0"]
+    assert answer(2, late_reader, arguments, output=run.folder / "out") == 0
     assert len(run.built()) == 1
 
 

@@ -156,16 +156,10 @@ def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
         (tmp_path / name).rename(tmp_path / f"moved_{name}")
         assert tokens([str(tmp_path / f"moved_{name}"), "--step", "9", "--json"]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        pieces.append(
-            [
-                {
-                    **row,
-                    "source": Path(row["source"]).name,
-                    "id": row["source"].startswith("/") and row["id"],
-                }
-                for row in rows
-            ]
-        )
+        for row in rows:
+            row["id"] = row["source"].startswith("/") and row["id"]
+            row["source"] = Path(row["source"]).name
+        pieces.append(rows)
     assert {row["source"] for row in pieces[1]} == {"train", "valid"}
     assert len({row["sample"] for row in pieces[1]}) == 4
     assert [
