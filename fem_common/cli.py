@@ -104,11 +104,8 @@ class Parser(argparse.ArgumentParser):
         found = list(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                found += [
-                    option
-                    for verb in action.choices.values()
-                    for option in verb._option_string_actions
-                ]
+                for verb in action.choices.values():
+                    found += verb._option_string_actions
         return found
 
 

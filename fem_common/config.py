@@ -671,9 +671,12 @@ class _Reader:
             if ".N." not in name
         }
         here = nearest(key, known)
-        near = everywhere.get(key) or (
-            ".".join((*path, here)) if here else everywhere.get(nearest(key, everywhere) or "")
-        )
+        if key in everywhere:
+            near: str | None = everywhere[key]
+        elif here:
+            near = ".".join((*path, here))
+        else:
+            near = everywhere.get(nearest(key, everywhere) or "")
         return f"did you mean {near}?" if near else f"valid keys: {', '.join(known)}"
 
     def convert(self, kind: Any, node: Node, path: Key, declared: Spec) -> Any:

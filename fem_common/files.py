@@ -248,10 +248,10 @@ def locked(
     descriptor, owner = _opened(path), os.getpid()
     try:
         try:
-            fcntl.flock(
-                descriptor,
-                (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB),
-            )
+            operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            if not wait:
+                operation |= fcntl.LOCK_NB
+            fcntl.flock(descriptor, operation)
             held = True
         except BlockingIOError:
             raise InUse(busy or f"another process uses {path.parent}: wait for it") from None

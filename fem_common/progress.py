@@ -31,7 +31,10 @@ class Progress:
         stream: TextIO | None = None,
         every: float = LOG_SECONDS,
     ) -> None:
-        self.total, self.unit, self.title, self.done = total, unit, title, 0.0
+        self.total = total
+        self.unit = unit
+        self.title = title
+        self.done = 0.0
         self.stream = sys.stderr if stream is None else stream
         self.live = not quiet and self.stream.isatty()
         self.quiet, self.every = quiet, TERMINAL_SECONDS if self.live else every

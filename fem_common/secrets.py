@@ -81,10 +81,9 @@ def harmless_environment(environ: Mapping[str, str]) -> dict[str, str]:
     These are the allow-listed variables whose value contains no secret of another variable.
     """
     secret = values(environ)
-    return {
-        name: value
-        for name, value in sorted(environ.items())
-        if (name in _HARMLESS_NAMES or name.startswith(_HARMLESS_BEGINNINGS))
-        and not is_secret(name)
-        and not any(word in value for word in secret)
-    }
+    found = {}
+    for name, value in sorted(environ.items()):
+        allowed = name in _HARMLESS_NAMES or name.startswith(_HARMLESS_BEGINNINGS)
+        if allowed and not is_secret(name) and not any(word in value for word in secret):
+            found[name] = value
+    return found

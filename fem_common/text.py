@@ -85,7 +85,13 @@ def duration(seconds: float) -> str:
 
 def counted(number: int, what: str) -> str:
     """Format a number with a noun in singular or plural: 1 unit, 2,000 units, 2 processes."""
-    return f"{number:,} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
+    if number == 1:
+        ending = ""
+    elif what.endswith("s"):
+        ending = "es"
+    else:
+        ending = "s"
+    return f"{number:,} {what}{ending}"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:
@@ -95,12 +101,13 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) ->
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if left is None or number in left else ">" for number in range(len(widths))]
-    return [
-        "  ".join(
+    lines = []
+    for row in rows:
+        cells = [
             f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -655,6 +655,12 @@ class Stage:
     decay_steps: int | None = setting(None, "Overrides optimizer.decay_steps.", least=1)
 
 
+def _name_fault(text: str) -> str | None:
+    if "/" in text or text in (".", ".."):
+        return "must not be a path; use run_dir for the folder"
+    return None
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Complete configuration of a run."""
@@ -662,11 +668,7 @@ class RunConfig:
     name: str = setting(
         "",
         "Name of the run; empty: the name of the file.",
-        check=lambda text: (
-            "must not be a path; use run_dir for the folder"
-            if "/" in text or text in (".", "..")
-            else None
-        ),
+        check=_name_fault,
     )
     run_dir: str | None = setting(
         None,

@@ -171,7 +171,9 @@ class Run:
 
     def __init__(self, prepared: Prepared, received: Received) -> None:
         assert prepared.facts is not None
-        self.all_facts, self.received, self.whole = prepared.facts, received, prepared.config
+        self.all_facts = prepared.facts
+        self.received = received
+        self.whole = prepared.config
         self.world_size, self.first = prepared.world_size, torch.distributed.get_rank() == 0
         self.folder, self.parts = run_directory(self.whole), parts_of(self.whole)
         self.file = ProgressFile(
@@ -191,7 +193,9 @@ class Run:
 
         This sets the configuration, the schedule, the facts about the data and the contents.
         """
-        self.part, self.config, self.schedule = part, part.config, part.schedule(None)
+        self.part = part
+        self.config = part.config
+        self.schedule = part.schedule(None)
         self.facts = facts_of(part, self.all_facts)
         self.contents = contents_of(self.parts, part, self.all_contents)
 
@@ -230,16 +234,16 @@ class Run:
                 record_fork(
                     self.folder, start.found.path, progress.step, progress.order_begin, hashed
                 )
-        listed = ", ".join(
+        listed = [
             str(change)
             for change in start.changed
             if change.rule == TOLD or (start.forked and change.rule != FREE)
-        )
+        ]
         if listed:
             heading = (
                 "different from the parent" if start.forked else "changed since the last attempt"
             )
-            self.log(f"{heading}: {listed}")
+            self.log(f"{heading}: {', '.join(listed)}")
         step, steps = start.progress.step, self.schedule.last_step
         # After the last step, the state is "complete" only if the last validation is done.
         complete = before is not None and (before.get("state"), before.get("step")) == (
@@ -267,7 +271,9 @@ class Run:
         which this engine is unsuitable: a start in another stage, or a start without a checkpoint,
         which needs an engine with initialized weights.
         """
-        part, fresh, callbacks = self.part, start.found is None, list[Callback]()
+        part = self.part
+        fresh = start.found is None
+        callbacks = list[Callback]()
         checkpoints.enter(self.config)
         if part.name:
             self.log(
@@ -313,6 +319,9 @@ class Run:
         assert self.config.model.vocab_size is not None
         if self.first and (line := packing_line(self.config.data, self.facts)):
             self.log(line)
+        needs = []
+        if self.part.name:
+            needs = [part.needs() for part in self.parts[: self.part.number + 1]]
         return build_datasets(
             self.config,
             vocab_size=self.config.model.vocab_size,
@@ -322,9 +331,7 @@ class Run:
             default_cache=self.folder / "index_cache",
             log=self.log,
             reader=self.reader,
-            needs=[part.needs() for part in self.parts[: self.part.number + 1]]
-            if self.part.name
-            else [],
+            needs=needs,
         )
 
     def _read_contents(self) -> Contents:

@@ -91,7 +91,9 @@ class Schedule:
         samples: samples consumed until ``step``. before: the schedule until that step, None at the
         start of the run.
         """
-        length, train, optimizer = config.data.seq_length, config.train, config.optimizer
+        length = config.data.seq_length
+        train = config.train
+        optimizer = config.optimizer
         tokens = None if train.tokens is None else max(0, train.tokens - samples * length)
         steps = int(
             (step if train.steps is None else 0)

@@ -140,7 +140,9 @@ def parts_of(config: RunConfig) -> list[Part]:
     """
     if not config.stages:
         return [Part(config)]
-    parts, step, tokens = list[Part](), 0, 0
+    parts = list[Part]()
+    step = 0
+    tokens = 0
     for number, stage in enumerate(config.stages):
         part = Part(
             _config_of(config, number, stage),
@@ -152,16 +154,13 @@ def parts_of(config: RunConfig) -> list[Part]:
         )
         step, tokens = part.end_step, tokens + part.own.steps * part.own.step_tokens
         parts.append(part)
-    # Schedules of the full run in steps of the first and of the last stage.
-    optimizer = config.optimizer
-    first, last = (
-        Schedule.of(
-            replace(
-                p.config, stages=(), optimizer=optimizer, train=replace(p.config.train, steps=step)
-            )
-        )
-        for p in (parts[0], parts[-1])
-    )
+
+    def full_schedule(part: Part) -> Schedule:
+        """Return the schedule of the full run in steps of this stage."""
+        train = replace(part.config.train, steps=step)
+        return Schedule.of(replace(part.config, stages=(), optimizer=config.optimizer, train=train))
+
+    first, last = full_schedule(parts[0]), full_schedule(parts[-1])
     return [replace(part, run=(step, tokens), first=first, last=last) for part in parts]
 
 
@@ -216,9 +215,13 @@ def check_stages(config: RunConfig) -> Iterator[str]:
 
 def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
     """Return one line per stage with its settings and plan, after a line with the totals."""
-    lines = [f"stages: {plans[-1][0].end_step:,} steps, {plans[0][0].run[1]:,} tokens"]
+    first, last = plans[0][0], plans[-1][0]
+    _, run_tokens = first.run
+    lines = [f"stages: {last.end_step:,} steps, {run_tokens:,} tokens"]
     for part, plan in plans:
-        data, optimizer, schedule = part.config.data, part.config.optimizer, part.own
+        data = part.config.data
+        optimizer = part.config.optimizer
+        schedule = part.own
         tokens = schedule.steps * schedule.step_tokens
         full = sum(source.weight for source in data.train)
         blend = ", ".join(f"{source.weight / full:.0%} {source.prefix}" for source in data.train)

@@ -303,7 +303,9 @@ class Selection:
         if dropped:
             keep = verdict == 0
             wanted = pa.array(keep)
-            texts, ids, places = texts.filter(wanted), ids.filter(wanted), places[keep]
+            texts = texts.filter(wanted)
+            ids = ids.filter(wanted)
+            places = places[keep]
         return Documents(texts, ids, self.split.of_hashes(hash_ids(ids)), places), dropped, bad
 
 
@@ -312,23 +314,20 @@ def _numbers(column: pa.Array, name: str) -> pa.DoubleArray:
 
     Text that is not a number becomes null, because a JSON line can contain any value.
     """
-    if any(
-        test(column.type)
-        for test in (
-            pa.types.is_integer,
-            pa.types.is_floating,
-            pa.types.is_decimal,
-            pa.types.is_null,
-        )
+    kind = column.type
+    if (
+        pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_decimal(kind)
+        or pa.types.is_null(kind)
     ):
         return column.cast(pa.float64(), safe=False)
-    if pa.types.is_boolean(column.type):
+    if pa.types.is_boolean(kind):
         return pa.nulls(len(column), pa.float64())
-    if is_text(column.type):
+    if is_text(kind):
         return pa.array([_number(value) for value in column.to_pylist()], pa.float64())
     raise UserError(
-        f"column {name!r} is {column.type}, not a number; name the score's column with "
-        "--score-column"
+        f"column {name!r} is {kind}, not a number; name the score's column with --score-column"
     )
 
 

@@ -159,10 +159,8 @@ def _hidden(model: Json, special: set[str]) -> Json:
     """
     if model["type"] == "BPE" and not model["ignore_merges"]:
         return model
-    names = {
-        name: NO_TEXT + name
-        for name in special - {left + right for left, right in model.get("merges", ())}
-    }
+    merged = {left + right for left, right in model.get("merges", ())}
+    names = {name: NO_TEXT + name for name in special - merged}
     if model["type"] == "Unigram":
         return model | {
             "vocab": [[names.get(piece, piece), score] for piece, score in model["vocab"]]
@@ -455,11 +453,9 @@ def _steps(part: Json | None, name: str) -> list[Json]:
     """
     if part is None:
         return []
-    return (
-        [inner for step in part[name] for inner in _steps(step, name)]
-        if part["type"] == "Sequence"
-        else [part]
-    )
+    if part["type"] != "Sequence":
+        return [part]
+    return [inner for step in part[name] for inner in _steps(step, name)]
 
 
 PLANES_IN_USE = (*range(0x40000), *range(0xE0000, 0xE1000), *range(0xF0000, 0x110000))

@@ -121,17 +121,14 @@ def load_mask(spec: str) -> Mask:
         raise UserError(f"{_where(error, file)}: {_what(error)} (--mask {spec})") from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        defined = (
-            ", ".join(
-                key
-                for key, value in vars(module).items()
-                if callable(value) and not key.startswith("_")
-            )
-            or "none"
-        )
+        defined = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        ]
         raise UserError(
-            f"{file} has no function {function_name!r} (it has: {defined}), required by "
-            f"--mask {spec}"
+            f"{file} has no function {function_name!r} (it has: {', '.join(defined) or 'none'}), "
+            f"required by --mask {spec}"
         )
     return Mask(
         file,

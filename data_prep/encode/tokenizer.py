@@ -139,12 +139,10 @@ def find_tokenizer(name_or_path: str) -> Path:
 
 
 def _hint(path: Path) -> str:
-    sibling = (
-        [other.name for other in path.parent.iterdir() if other.is_dir()]
-        if path.parent.is_dir()
-        else []
-    )
-    near = nearest(path.name, sibling)
+    siblings = []
+    if path.parent.is_dir():
+        siblings = [other.name for other in path.parent.iterdir() if other.is_dir()]
+    near = nearest(path.name, siblings)
     return (
         f"did you mean {path.parent / near}?"
         if near

@@ -43,7 +43,9 @@ class Engine:
     """
 
     def __init__(self, out: Path, plan: Plan, encoder: Encoder) -> None:
-        self.out, self.plan, self.encoder = out, plan, encoder
+        self.out = out
+        self.plan = plan
+        self.encoder = encoder
         self.settings = plan.settings
         self.selection = Selection(self.settings)
 
@@ -88,7 +90,10 @@ class _Work:
     """
 
     def __init__(self, engine: Engine, path: str, folder: Path, stack: ExitStack) -> None:
-        self.engine, self.path, self.folder, self.stack = engine, path, folder, stack
+        self.engine = engine
+        self.path = path
+        self.folder = folder
+        self.stack = stack
         self.eod = engine.plan.tokenizer.eod_id
         self.dtype = dtype_name(engine.plan.tokenizer.vocab_size)
         self.tally = Tally()
@@ -159,7 +164,9 @@ class _Work:
 
         Raises RuntimeError if the counts of rows, documents and dropped rows disagree.
         """
-        out, plan, tally = self.engine.out, self.engine.plan, self.tally
+        out = self.engine.out
+        plan = self.engine.plan
+        tally = self.tally
         if tally.rows != tally.documents + tally.dropped.total():
             raise RuntimeError(
                 f"unit {unit.number}: {tally.rows} rows are not {tally.documents} documents "

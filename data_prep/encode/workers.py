@@ -122,7 +122,9 @@ class _Crew:
     """Context manager that starts the workers of a run and ends all of them on exit."""
 
     def __init__(self, out: Path, plan: Plan, kind: str) -> None:
-        self.out, self.plan, self.kind = out, plan, kind
+        self.out = out
+        self.plan = plan
+        self.kind = kind
         self.workers: list[_Worker] = []
         self._lifeline, self._held = os.pipe()
 

@@ -56,7 +56,9 @@ def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
     Those of ``numbers`` that the file does not contain are absent.
     """
     wanted = np.unique(np.fromiter(numbers, np.int64, len(numbers)))
-    found, first, rest = dict[int, str](), 0, b""
+    found = dict[int, str]()
+    first = 0
+    rest = b""
     with path.open("rb") as stream:
         while len(found) < len(wanted) and (block := stream.read(BLOCK_BYTES)):
             block = rest + block
@@ -72,7 +74,9 @@ def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
 def numbers_of(path: Path, line: bytes) -> list[int]:
     """Return the numbers of the documents whose line in a .ids file equals ``line``, ascending."""
     # ``rest`` begins with the newline before document ``first``.
-    found, first, rest = list[int](), 0, b"\n"
+    found = list[int]()
+    first = 0
+    rest = b"\n"
     sought = b"\n" + line + b"\n"
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):

@@ -65,7 +65,9 @@ def units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[int], list[
 
     The entries are in the order of the units. A unit is missing if it has no entry.
     """
-    entries, missing, faults = [], [], []
+    entries = []
+    missing = []
+    faults = []
     for unit in plan.units:
         try:
             entries.append(sound_entry(out, plan, unit))
@@ -232,7 +234,9 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
     ``max_bad`` is neither a number nor a percentage.
     """
     limit = parse_max_bad(max_bad)
-    rows, dropped, places = 0, Counter[Drop](), []
+    rows = 0
+    dropped = Counter[Drop]()
+    places = []
     for entry in entries:
         rows += entry.rows
         for reason, number in entry.dropped.items():

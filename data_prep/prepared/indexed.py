@@ -68,7 +68,9 @@ def index_parts(
     for part in _cut(lengths()):
         ends = end + np.cumsum(part, dtype=np.int64)
         pointers = np.empty(len(part), dtype="<i8")
-        pointers[0], pointers[1:], end = end, ends[:-1], int(ends[-1])
+        pointers[0] = end
+        pointers[1:] = ends[:-1]
+        end = int(ends[-1])
         pointers *= np.dtype(dtype).itemsize
         yield pointers.tobytes()
     for start in range(0, documents + 1, DOCUMENTS_AT_ONCE):

@@ -38,12 +38,10 @@ def read(kind: Any, value: Any) -> Any:
     if is_dataclass(kind):
         return _record(kind, value)
     if kind in (int, float):
-        full = isinstance(value, int) and not isinstance(value, bool)
-        if (
-            not (full or (kind is float and isinstance(value, float)))
-            or abs(value) > LARGEST
-            or (kind is int and value < 0)
-        ):
+        right_type = isinstance(value, int) and not isinstance(value, bool)
+        if kind is float:
+            right_type = right_type or isinstance(value, float)
+        if not right_type or abs(value) > LARGEST or (kind is int and value < 0):
             raise ValueError(f"{value!r} is not a {'count' if kind is int else 'number'}")
         return kind(value)
     if kind is str:

@@ -200,14 +200,16 @@ def facts_of_files(files: list[SourceFile]) -> Json:
 
     Its entry ``first`` describes the columns of the first file.
     """
+    kinds = Counter[str]()
+    for file in files:
+        kinds[file.kind] += len(file.parts) or 1
+    rows = None
+    if all(file.rows is not None for file in files):
+        rows = sum(file.rows or 0 for file in files)
     return {
-        "kinds": dict(
-            sum((Counter({file.kind: len(file.parts) or 1}) for file in files), Counter())
-        ),
+        "kinds": dict(kinds),
         "bytes": sum(file.bytes for file in files),
-        "rows": sum(file.rows or 0 for file in files)
-        if all(file.rows is not None for file in files)
-        else None,
+        "rows": rows,
         "text_bytes": sum(file.text_bytes for file in files),
         "list": [
             {"path": file.path, "kind": file.kind, "bytes": file.bytes, "rows": file.rows}
@@ -258,21 +260,15 @@ def facts_of_sample(sample: Sample, speed: float | None) -> Json:
     It contains rows, drops, document sizes, and the beginnings of up to 3 documents spread over the
     sample.
     """
-    lengths = np.concatenate(
-        [
-            np.empty(0, np.int64),
-            *(pc.binary_length(batch.texts).to_numpy() for batch in sample.batches),
-        ]
-    )
-    sizes = (
-        {
+    parts = [pc.binary_length(batch.texts).to_numpy() for batch in sample.batches]
+    lengths = np.concatenate([np.empty(0, np.int64), *parts])
+    sizes = None
+    if len(lengths):
+        sizes = {
             "mean": float(lengths.mean()),
             "median": float(np.median(lengths)),
             "largest": int(lengths.max()),
         }
-        if len(lengths)
-        else None
-    )
     shown = [sample.batches[index] for index in evenly(len(sample.batches), EXAMPLES)]
     return {
         "whole": sample.whole,

@@ -67,10 +67,9 @@ class Lengths:
 
 def joined(parts: Iterable[Lengths]) -> Lengths:
     """Return the distribution of the union of several sets of documents."""
-    values, documents = (
-        np.concatenate(column)
-        for column in zip(*((part.values, part.documents) for part in parts), strict=True)
-    )
+    parts = list(parts)
+    values = np.concatenate([part.values for part in parts])
+    documents = np.concatenate([part.documents for part in parts])
     distinct, place = np.unique(values, return_inverse=True)
     total = np.zeros(len(distinct), np.int64)
     np.add.at(total, place, documents)
@@ -137,10 +136,8 @@ def draw_lengths(lengths: Lengths, title: str) -> bytes:
     above.legend(loc="upper left", frameon=False, fontsize=10)
     above.set_title(title, loc="left", fontsize=12, color=INK, pad=12)
     # All documents except the outermost.
-    low, high = (
-        max(lengths.quantile(0.0005) / 1.5, 0.7),
-        lengths.quantile(0.9998) * 1.5,
-    )
+    low = max(lengths.quantile(0.0005) / 1.5, 0.7)
+    high = lengths.quantile(0.9998) * 1.5
     below.set_xscale("log", base=2)
     below.set_xlim(low, max(high, low * 16))
     below.xaxis.set_major_formatter(

@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from data_prep.aliases import Json
 from data_prep.options import check_least
 from data_prep.prepared.entries import dropped_rows, read_units, shortened, units_done
-from data_prep.prepared.layout import Unit, entry_path, read_plan
+from data_prep.prepared.layout import Plan, Unit, entry_path, read_plan
 from data_prep.prepared.manifest import read_manifest
 from data_prep.prepared.staging import existing_folder
 from data_prep.report.progress import tally_of
@@ -70,7 +70,6 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[Json, list[int]]:
     counts = tally_of(entries)
     done = sum(unit.text_bytes for unit in found)
     rate = None if merged else _rate(folder, found, now)
-    shares = [[unit for unit in plan.units if unit.number % tasks == task] for task in range(tasks)]
     status = {
         "merged": merged,
         "units_done": len(found),
@@ -84,12 +83,15 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[Json, list[int]]:
         "bad": counts.bad,
         "rate": rate,
         "seconds_left": (total - done) / rate if rate else None,
-        "tasks": [
-            {"task": task, "units_done": sum(unit in found for unit in share), "units": len(share)}
-            for task, share in enumerate(shares)
-        ],
+        "tasks": [_task_status(plan, found, task, tasks) for task in range(tasks)],
     }
     return status, [unit.number for unit in plan.units if unit not in found]
+
+
+def _task_status(plan: Plan, done: Container[Unit], task: int, tasks: int) -> Json:
+    """Return how many units of one task are done and how many it has."""
+    share = [unit for unit in plan.units if unit.number % tasks == task]
+    return {"task": task, "units_done": sum(unit in done for unit in share), "units": len(share)}
 
 
 def _rate(folder: Path, done: Iterable[Unit], now: float) -> float | None:
@@ -106,7 +108,9 @@ def _rate(folder: Path, done: Iterable[Unit], now: float) -> float | None:
 
 def _lines(folder: Path, status: Json, missing: Sequence[int]) -> Iterator[str]:
     drops = listed(status["dropped"]) or "none"
-    rows, documents, rate = status["rows"], status["documents"], status["rate"]
+    rows = status["rows"]
+    documents = status["documents"]
+    rate = status["rate"]
     text = f"about {size(status['text_bytes_done'])} of {size(status['text_bytes'])} of text"
     yield f"{folder}: {status['units_done']:,} of {counted(status['units'], 'unit')} done, {text}"
     yield (

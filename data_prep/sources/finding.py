@@ -142,9 +142,9 @@ def _below(folder: Path) -> list[Path]:
             "or remove the link"
         )
     files = [name for name in names if (folder / name).is_file()]
-    data = [name for name in files if is_data(name)] or [
-        name for name in files if name.lower().endswith(TEXT)
-    ]
+    data = [name for name in files if is_data(name)]
+    if not data:
+        data = [name for name in files if name.lower().endswith(TEXT)]
     if data:
         report_left_out(str(folder), [*set(names).difference(data), *hidden])
     return sorted(folder / name for name in data)

@@ -94,7 +94,9 @@ class HubFile(io.RawIOBase):
     def __init__(self, repository: Repository, path: str, *, ahead: bool = False) -> None:
         super().__init__()
         self.name = f"{repository}/{path}"
-        self._repository, self._path, self._ahead = repository, path, ahead
+        self._repository = repository
+        self._path = path
+        self._ahead = ahead
         self._place, self._file = 0, None
         self._size: int = self._patiently(lambda file: file.size)
 
@@ -237,11 +239,9 @@ def _entry(repository: Repository, path: str) -> Files | None:
         entries = HfApi().get_paths_info(
             repository.id, [path], revision=repository.revision, repo_type="dataset"
         )
-        return (
-            {entry.path: _file(entry) for entry in entries if isinstance(entry, RepoFile)}
-            if entries
-            else None
-        )
+        if not entries:
+            return None
+        return {entry.path: _file(entry) for entry in entries if isinstance(entry, RepoFile)}
 
     return patiently(ask, repository, SHORT_WAITS)
 
@@ -422,11 +422,13 @@ def _chosen(name: str, configs: dict[str, Json], subset: str | None) -> str:
         near = difflib.get_close_matches(subset, configs, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {known}"
         raise UserError(f"{name} has no subset {subset!r}; {hint}")
-    default = [key for key, entry in configs.items() if entry.get("default") is True] or [
-        key for key in configs if key == "default"
-    ]
-    if default or len(configs) == 1:
-        return (default or list(configs))[0]
+    for key, entry in configs.items():
+        if entry.get("default") is True:
+            return key
+    if "default" in configs:
+        return "default"
+    if len(configs) == 1:
+        return next(iter(configs))
     raise UserError(f"{name} has several subsets and no default; choose with --subset: {known}")
 
 
@@ -444,12 +446,13 @@ def _patterns(data_files: Any) -> list[str]:
         for entry in data_files or ()
     ]
     training = [entry for entry in entries if entry.get("split") == "train"] or entries
-    paths = [entry.get("path") or () for entry in training]
-    return [
-        str(path).strip("/")
-        for some in paths
-        for path in ([some] if isinstance(some, str) else some)
-    ]
+    found = []
+    for entry in training:
+        paths = entry.get("path") or ()
+        if isinstance(paths, str):
+            paths = [paths]
+        found += [str(path).strip("/") for path in paths]
+    return found
 
 
 def _training(repository: Repository, files: Files) -> Files:

@@ -137,11 +137,11 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
         RevisionNotFoundError,
     )
 
-    name, server, status = f"{repository.kind} {repository.id}", constants.ENDPOINT, _status(error)
-    first, nor = (
-        f"first {repository.download}",
-        " and no local folder with this name" if repository.kind == "model" else "",
-    )
+    name = f"{repository.kind} {repository.id}"
+    server = constants.ENDPOINT
+    status = _status(error)
+    first = f"first {repository.download}"
+    nor = " and no local folder with this name" if repository.kind == "model" else ""
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, hub_failures()):
         return explain(error.__cause__, repository)
     if isinstance(error, OfflineModeIsEnabled):

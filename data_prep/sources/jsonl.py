@@ -142,9 +142,9 @@ def read(
     The places of rows are byte offsets in the uncompressed file. Blank lines are not rows. From a
     damaged stream, the rows before the damage are read. Raises UserError.
     """
-    head = (
-        _head(file, kind) if columns.extra or any("." in name for name in columns.all) else Head()
-    )
+    head = Head()
+    if columns.extra or any("." in name for name in columns.all):
+        head = _head(file, kind)
     gathered = Gathered(columns, head)
     plain = kind == "jsonl"
     # The byte before the span shows if a line starts at the span's first byte.
@@ -172,7 +172,9 @@ def lines(stream: Iterable[bytes], start: int) -> Iterator[Line]:
 
     The content of a line longer than MAX_LINE_BYTES is not kept in memory.
     """
-    place, size, pieces = start, 0, list[bytes]()
+    place = start
+    size = 0
+    pieces = list[bytes]()
     for chunk in stream:
         first, *others = chunk.split(b"\n")
         size += len(first)
@@ -275,11 +277,9 @@ class Head:
 
         ``a.b`` is the key b of the object a, unless a line has the key ``a.b`` itself.
         """
-        return (
-            (name,)
-            if "." not in name or any(name in item for item in self.objects)
-            else tuple(name.split("."))
-        )
+        if "." not in name or any(name in item for item in self.objects):
+            return (name,)
+        return tuple(name.split("."))
 
     def kind(self, name: str) -> pa.DataType | None:
         """Return the Arrow type of a column from its first value in the first lines.
@@ -299,7 +299,11 @@ def first_object(file: BinaryIO, kind: str) -> Json:
 
 
 def _head(file: BinaryIO, kind: str) -> Head:
-    head, number, given, unpacked, consumed = Head(), 0, 0, 0, 0
+    head = Head()
+    number = 0
+    given = 0
+    unpacked = 0
+    consumed = 0
 
     def counted() -> Iterator[bytes]:
         nonlocal given
@@ -391,7 +395,9 @@ class Gathered:
 
         Raises MalformedLine if the row has no text or a value of a wrong type.
         """
-        names, own, values = self.names, self.own, [_value(item, path) for path in self.paths]
+        names = self.names
+        own = self.own
+        values = [_value(item, path) for path in self.paths]
         if values[0] is MISSING:
             raise MalformedLine(f"it has no {names[0]!r}")
         known = [None if value is MISSING else value for value in values]

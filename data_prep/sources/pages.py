@@ -70,11 +70,9 @@ def pages_of(file: BinaryIO, chunk: pq.ColumnChunkMetaData) -> Pages:
     while position < end:
         header, length = _header(file, position)
         data = header.get(5, header.get(8))
-        size, packed, values = (
-            header.get(2),
-            header.get(3),
-            data.get(1) if isinstance(data, dict) else 0,
-        )
+        size = header.get(2)
+        packed = header.get(3)
+        values = data.get(1) if isinstance(data, dict) else 0
         if not (
             isinstance(size, int)
             and isinstance(packed, int)
@@ -158,5 +156,10 @@ class _Compact:
             return self.struct(depth + 1)
         if kind not in (BYTE, DOUBLE, BINARY):
             raise BadHeader  # page headers contain no lists, sets or maps
-        self._skip(self._unsigned() if kind == BINARY else 1 if kind == BYTE else 8)
+        if kind == BINARY:
+            self._skip(self._unsigned())
+        elif kind == BYTE:
+            self._skip(1)
+        else:
+            self._skip(8)
         return None

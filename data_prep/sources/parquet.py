@@ -72,12 +72,16 @@ def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[
     """
     found: list[Span] = []
     metadata = _reader(path, file).metadata
-    start, rows, text = 0, 0, 0
+    start = 0
+    rows = 0
+    text = 0
     for group, size in enumerate(_sizes(metadata, columns.text)):
         rows, text = rows + metadata.row_group(group).num_rows, text + size
         if text >= unit_bytes or group + 1 == metadata.num_row_groups:
             found.append(Span(start, group + 1, rows, text))
-            start, rows, text = group + 1, 0, 0
+            start = group + 1
+            rows = 0
+            text = 0
     return found
 
 

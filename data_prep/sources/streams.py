@@ -148,7 +148,9 @@ def gunzip(file: BinaryIO) -> Iterator[bytes]:
     Zero padding between and after the members is skipped. Raises DamagedStream after the last bytes
     that could be decompressed.
     """
-    packed, member, members = b"", None, 0
+    packed = b""
+    member = None
+    members = 0
     while True:
         packed = packed or file.read(PACKED_BYTES)
         ended = not packed

@@ -222,7 +222,9 @@ def _paragraphs(stream: BinaryIO, start: int) -> Iterator[tuple[int, bytes | Non
     MAX_LINE_BYTES.
     """
     stream.seek(start)
-    begin, held, size = 0, list[bytes](), 0
+    begin = 0
+    held = list[bytes]()
+    size = 0
     for place, length, line in lines(chunks(stream, FILE), start):
         line = line if place or line is None else line.removeprefix(BOM)
         if _is_blank(line):

@@ -198,10 +198,9 @@ def describe(sources: Sequence[Source], section: Json) -> Iterator[str]:
             f"  {source.folder}: {count(source.tokens)} tokens, weight {source.weight:.4g}, {often}"
         )
     for split in SPLITS[1:]:
+        prefixes = {entry["prefix"] for entry in section[split]}
         without = [
-            str(source.folder)
-            for source in sources
-            if not any(s["prefix"] == str(source.folder / split) for s in section[split])
+            str(source.folder) for source in sources if str(source.folder / split) not in prefixes
         ]
         if without:
             yield (

@@ -177,10 +177,9 @@ def _merge_split(
         for unit, _ in shards:
             yield read_index(with_ending(shard_prefix(out, unit, split), "idx")).lengths
 
-    documents, tokens, text_bytes = (
-        sum(getattr(part, name) for _, part in shards)
-        for name in ("documents", "tokens", "text_bytes")
-    )
+    documents = sum(part.documents for _, part in shards)
+    tokens = sum(part.tokens for _, part in shards)
+    text_bytes = sum(part.text_bytes for _, part in shards)
     idx_bytes, idx_sha256 = write_index(index, documents, dtype, lengths)
     hashes, sizes = (bin_sha256, idx_sha256), (writer.bytes, idx_bytes)
     ids = _merge_ids(split, with_ending(target, "ids"), out, shards)
@@ -242,7 +241,9 @@ def _blocks(path: Path, total: int, expected: str) -> Iterator[memoryview]:
     After the last block, raise FormatError if the size differs from ``total`` or the SHA-256 from
     ``expected``.
     """
-    digest, copied, buffer = hashlib.sha256(), 0, memoryview(bytearray(COPY_BYTES))
+    digest = hashlib.sha256()
+    copied = 0
+    buffer = memoryview(bytearray(COPY_BYTES))
     with path.open("rb", buffering=0) as stream:
         while number := stream.readinto(buffer):
             digest.update(buffer[:number])

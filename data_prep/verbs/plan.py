@@ -158,10 +158,9 @@ def make_plan(request: Request) -> tuple[Plan, TokenizerFolder]:
     )
     units = tuple(Unit(number, file, **vars(span)) for number, (file, span) in enumerate(cuts))
     if all(unit.rows == 0 for unit in units):
-        raise UserError(
-            "no rows in "
-            f"{files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}"
-        )
+        if len(files) == 1:
+            raise UserError(f"no rows in {files[0].path}")
+        raise UserError(f"no rows in any of the {len(files)} input files")
     plan = Plan("", settings, identity(tokenizer), tuple(files), units, unit_bytes)
     check_splits(plan)
     return replace(plan, fingerprint=fingerprint_of(plan)), tokenizer
@@ -324,11 +323,8 @@ def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
         for name in TOKENIZER_FILES
         if (copy / name).exists() and not _same_file(tokenizer.path / name, copy / name)
     ]
-    return [
-        path
-        for path in (*(out / name for name in (MANIFEST, *PAIRS, UNITS, SHARDS)), *foreign)
-        if path.exists()
-    ]
+    written = [out / name for name in (MANIFEST, *PAIRS, UNITS, SHARDS)]
+    return [path for path in (*written, *foreign) if path.exists()]
 
 
 def _same_file(one: Path, other: Path) -> bool:
@@ -353,20 +349,20 @@ def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
 
 def differences(old: Plan, new: Plan) -> Iterator[str]:
     """Yield the differences between two plans as readable texts."""
-    contents = [[(file.kind, *file.content) for file in plan.files] for plan in (old, new)]
+    old_contents = [(file.kind, *file.content) for file in old.files]
+    new_contents = [(file.kind, *file.content) for file in new.files]
     if len(old.files) != len(new.files):
         yield f"other inputs ({len(old.files)} in the plan, {len(new.files)} now)"
-    elif sorted(contents[0]) == sorted(contents[1]) and contents[0] != contents[1]:
+    elif sorted(old_contents) == sorted(new_contents) and old_contents != new_contents:
         yield "the same inputs in another order"
     elif {file.kind for file in old.files} ^ {file.kind for file in new.files} == {
         "txt",
         "paragraphs",
     }:
         yield "another --paragraphs"
-    elif contents[0] != contents[1]:
-        number = next(
-            i for i, (one, other) in enumerate(zip(*contents, strict=True)) if one != other
-        )
+    elif old_contents != new_contents:
+        pairs = zip(old_contents, new_contents, strict=True)
+        number = next(i for i, (one, other) in enumerate(pairs) if one != other)
         yield f"other inputs ({old.files[number].path} in the plan, {new.files[number].path} now)"
     if old.tokenizer != new.tokenizer:
         yield "another tokenizer"
@@ -383,7 +379,7 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
             f"another --unit-mb ({old.unit_bytes / 1e6:g} in the plan, {new.unit_bytes / 1e6:g} "
             "now)"
         )
-    if contents[0] == contents[1] and old.unit_bytes == new.unit_bytes and old.units != new.units:
+    if old_contents == new_contents and old.unit_bytes == new.unit_bytes and old.units != new.units:
         yield "other cuts of the same inputs, by another version of data_prep"
 
 

@@ -155,7 +155,9 @@ def main(arguments: argparse.Namespace) -> int:
 
     A tokenizer in OUT from the same text and settings is not trained again.
     """
-    vocab_size, out, sample_mb = arguments.vocab_size, arguments.out, arguments.sample_mb
+    vocab_size = arguments.vocab_size
+    out = arguments.out
+    sample_mb = arguments.sample_mb
     style, settings = STYLES[arguments.style], settings_of(arguments)
     if vocab_size < style.smallest:
         raise UserError(
@@ -358,9 +360,12 @@ def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenize
     # The trainer skips characters without an entry, which would join the characters around them.
     # A line end in their place keeps these separate.
     separator = re.compile(f"[{re.escape(rare)}]+") if rare else re.compile("\n")
-    tokenizer.train_from_iterator(
-        ([separator.sub("\n", text) for text in batch] for batch in batches(texts)), trainer
-    )
+
+    def cleaned() -> Iterator[list[str]]:
+        for batch in batches(texts):
+            yield [separator.sub("\n", text) for text in batch]
+
+    tokenizer.train_from_iterator(cleaned(), trainer)
     spec = json.loads(tokenizer.to_str())
     spec["added_tokens"] = [
         token for token in spec["added_tokens"] if token["content"] in LLAMA_SPECIAL

@@ -162,11 +162,8 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
         known = {
             f"{name}.{kind}" for name, entry in manifest.splits.items() for kind in entry.sizes
         }
-        strays = [
-            folder / name
-            for name in (f"{split}.{kind}" for split in SPLITS for kind in KINDS)
-            if name not in known
-        ]
+        possible = [f"{split}.{kind}" for split in SPLITS for kind in KINDS]
+        strays = [folder / name for name in possible if name not in known]
         report.add(
             [
                 f"{path} is not in the manifest; remove it, or {fix}"
@@ -298,23 +295,20 @@ def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
 def _summed(recorded: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEntry:
     """Return a split's record in the manifest with its counts replaced by sums over the units."""
     parts = [entry.splits[name] for entry in entries if name in entry.splits]
-    documents, tokens, text_bytes, bin_bytes = (
-        sum(getattr(part, what) for part in parts)
-        for what in ("documents", "tokens", "text_bytes", "bin_bytes")
-    )
+    documents = sum(part.documents for part in parts)
     sizes = [part.ids.bytes for part in parts if part.ids]
-    ids = (
-        IdsEntry(sum(sizes), recorded.ids.sha256 if recorded.ids else "")
-        if parts and len(sizes) == len(parts)
-        else None
+    ids = None
+    if parts and len(sizes) == len(parts):
+        ids = IdsEntry(sum(sizes), recorded.ids.sha256 if recorded.ids else "")
+    return replace(
+        recorded,
+        documents=documents,
+        tokens=sum(part.tokens for part in parts),
+        text_bytes=sum(part.text_bytes for part in parts),
+        bin_bytes=sum(part.bin_bytes for part in parts),
+        idx_bytes=index_bytes_of(documents),
+        ids=ids,
     )
-    sums = {
-        "documents": documents,
-        "tokens": tokens,
-        "text_bytes": text_bytes,
-        "bin_bytes": bin_bytes,
-    }
-    return replace(recorded, **sums, idx_bytes=index_bytes_of(documents), ids=ids)
 
 
 def _sample(report: Report, data: Checked, number: int, fix: str) -> None:

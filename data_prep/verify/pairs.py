@@ -83,7 +83,9 @@ def pair_faults(
 def _ids_faults(
     path: Path, ids: IdsEntry, documents: int, record: str, advance: Advance
 ) -> Iterator[str]:
-    digest, lines, unread = hashlib.sha256(), 0, b""
+    digest = hashlib.sha256()
+    lines = 0
+    unread = b""
     with path.open("rb", buffering=0) as stream:
         while block := stream.read(BLOCK_BYTES):
             digest.update(block)
@@ -106,12 +108,10 @@ def _index_faults(
 ) -> Iterator[str]:
     width, documents = np.dtype(index.dtype).itemsize, len(index.lengths)
     digest = hashlib.sha256()
-    tokens, shortest, pointers_agree, numbers_agree = (
-        0,
-        1,
-        True,
-        len(index.document_indices) == documents + 1,
-    )
+    tokens = 0
+    shortest = 1
+    pointers_agree = True
+    numbers_agree = len(index.document_indices) == documents + 1
     with path.open("rb", buffering=0) as stream:
         digest.update(stream.read(HEADER.size))
         for _, lengths in _parts(stream, "<i4", documents, digest.update, advance):

@@ -83,7 +83,9 @@ def check_sample(data: Checked, number: int) -> Result:
     The documents are chosen at random with the plan's fingerprint as seed. ``data`` has the entries
     of all units. Inputs that cannot be read are reported in the result.
     """
-    plan, entries, result = data.plan, data.entries, Result()
+    plan = data.plan
+    entries = data.entries
+    result = Result()
     chosen = draw_numbers(plan, entries, number)
     try:
         selection = Selection(plan.settings)
@@ -158,7 +160,9 @@ def _draw(
         numbers[name] = wanted[(wanted >= first) & (wanted < first + documents)] - first
         first += documents
     found: list[Drawn] = []
-    seen, text_bytes, unreadable = Counter[str](), Counter[str](), 0
+    seen = Counter[str]()
+    text_bytes = Counter[str]()
+    unreadable = 0
     for rows in read_span(file, unit.span, selection.settings.columns):
         if not isinstance(rows, Rows):
             unreadable += rows.rows
@@ -203,7 +207,9 @@ class Written:
     """
 
     def __init__(self, data: Checked, encoder: Encoder, result: Result) -> None:
-        self.data, self.encoder, self.result = data, encoder, result
+        self.data = data
+        self.encoder = encoder
+        self.result = result
         self.before: dict[str, AnyArray] = {}
         for name in SPLITS:
             parts = [entry.splits.get(name) for entry in data.entries]

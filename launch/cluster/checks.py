@@ -87,7 +87,9 @@ def partition(
             text = f"{name} is {state}"
         else:
             nodes = counted(int(known[name].get("TotalNodes", 0)), "node")
-            level, text, remedy = "ok", f"{name} is up, {nodes}", ""
+            level = "ok"
+            text = f"{name} is up, {nodes}"
+            remedy = ""
         lines.append(Check(level, "partition", text, remedy))
     return lines, [name for name in wanted if name in known]
 

@@ -235,9 +235,13 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
     """Return the states of jobs in Slurm's accounting, or {} if accounting is not available."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
-    columns, question = (
-        "JobID,State,NodeList",
-        ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(job_ids)}"),
+    columns = "JobID,State,NodeList"
+    question = (
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        f"--jobs={','.join(job_ids)}",
     )
     try:
         answer = call(*question, f"--format={columns},SubmitLine")
@@ -463,11 +467,12 @@ def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collect
         for node in nodes
         if node.name not in exclude and (not reserved or node.name in reserved)
     ]
-    wanted, partitions = number(job.get("NumNodes")) or 1, job.get("Partition", "(null)").split(",")
-    return any(
-        sum(node.fits({**job, "Partition": partition}) for node in left) >= wanted
-        for partition in partitions
-    )
+    wanted = number(job.get("NumNodes")) or 1
+    for partition in job.get("Partition", "(null)").split(","):
+        in_partition = {**job, "Partition": partition}
+        if sum(node.fits(in_partition) for node in left) >= wanted:
+            return True
+    return False
 
 
 def listed(record: Mapping[str, str], field: str) -> list[str]:

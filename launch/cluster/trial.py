@@ -98,12 +98,12 @@ def on_slurm(job: Job, wait_seconds: float, report: Callable[[str], None]) -> Ou
     Raises:
         SlurmError: a Slurm command fails.
     """
-    outcome, limit = (
-        Outcome(job.path),
-        RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
-    )
+    outcome = Outcome(job.path)
+    limit = RUN_SECONDS + float(job.profile["health"]["timeout_seconds"])
     job_id = slurm.submit(job.script)
-    submitted, started, over = time.monotonic(), None, None
+    submitted = time.monotonic()
+    started = None
+    over = None
     try:
         while over is None or time.monotonic() - over < (
             MORE_SECONDS if logs(outcome) else END_SECONDS
@@ -157,10 +157,8 @@ def here(
 
     command, environment: those of the trial's supervisor.
     """
-    outcome, limit = (
-        Outcome(job.path),
-        RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
-    )
+    outcome = Outcome(job.path)
+    limit = RUN_SECONDS + float(job.profile["health"]["timeout_seconds"])
     report("the trial runs on this machine")
     with (launch_folder(outcome.directory) / "slurm-local.out").open("wb") as log:
         # A process that is killed at the time limit takes its ranks with it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,10 +97,8 @@ def standings(job: Job, *, ask: bool = True) -> list[Standing]:
 
 def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueState]]) -> Standing:
     """Return the state of one item, from its files and the rows of Slurm's queue."""
-    launch, state = (
-        job.items[index].launch,
-        state_of(job.items[index].directory),
-    )
+    launch = job.items[index].launch
+    state = state_of(job.items[index].directory)
     if state.get("state") == "finished":
         return Standing(index, "finished")
     if index in rows:
@@ -214,5 +213,5 @@ def counted(standing: Sequence[Standing]) -> str:
     words = {"finished": "finished", "active": "under way", "stopped": "stopped", "idle": "to do"}
     if len(standing) == 1:
         return words[standing[0].kind]
-    counts = {kind: sum(item.kind == kind for item in standing) for kind in words}
-    return ", ".join(f"{count} {words[kind]}" for kind, count in counts.items() if count)
+    counts = Counter(item.kind for item in standing)
+    return ", ".join(f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind])

@@ -147,10 +147,8 @@ def _same(
     Raises:
         UserError: the settings in the directory differ from the requested ones.
     """
-    where, how = (
-        before.directory,
-        "--update takes the new settings and the present code; or use another directory",
-    )
+    where = before.directory
+    how = "--update takes the new settings and the present code; or use another directory"
     for key in ("kind", "array", "working_directory", "nodes", "processes_per_node", "torchrun"):
         old, new = getattr(before, key), getattr(merged, key)
         if old != new:
@@ -254,7 +252,9 @@ def describe(draft: Draft, request: Request, exclude: Sequence[str], after: str 
 
     exclude: nodes to exclude. after: sbatch's --dependency, or None.
     """
-    job, code, profile = draft.job, draft.code, request.profile
+    job = draft.job
+    code = draft.code
+    profile = request.profile
     names, left_out = snapshot.source_files(snapshot.ROOT) if code is None else ((), 0)
     fresh = (
         f"{snapshot.ROOT} in its present state: {len(names)} files, without {left_out} that are no "

@@ -42,14 +42,13 @@ def shell(text: str) -> Quoted:
     if not CONTROL.search(text):
         return Quoted(shlex.quote(text))
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return Quoted(
-        "$'"
-        + CONTROL.sub(
-            lambda match: "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8")),
-            escaped,
-        )
-        + "'"
-    )
+    escaped = CONTROL.sub(_hexadecimal, escaped)
+    return Quoted(f"$'{escaped}'")
+
+
+def _hexadecimal(match: re.Match[str]) -> str:
+    r"""Return the matched text as bash's escapes of its bytes, ``\x0a`` for a line break."""
+    return "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8"))
 
 
 def directive(option: str, value: str) -> Quoted:
@@ -130,6 +129,9 @@ def render(
             f"{job.profile_path}: scheduler = {profile.scheduler}: only a profile of Slurm has a "
             "batch script; use `launch local`"
         )
+    in_container = profile.container.runtime != "none"
+    _, python = profile.interpreters(sys.executable if in_container else job.python)
+    notify = profile.notify.command if "stopped" in profile.notify.events else None
     values: dict[str, Any] = {
         "directives": list(_directives(job, profile, dependency, array, exclude)),
         "modules": [shell(name) for name in profile.setup.modules],
@@ -139,18 +141,12 @@ def render(
         "lines": [Quoted(line) for line in profile.setup.lines],
         "working_directory": shell(job.working_directory),
         "code": shell(job.code),
-        "python": shell(
-            profile.interpreters(
-                sys.executable if profile.container.runtime != "none" else job.python
-            )[1]
-        ),
+        "python": shell(python),
         "directory": shell(job.directory),
         "start_delays": Quoted(" ".join(map(str, START_DELAYS))) if job.kind == "run" else None,
         "starts": Quoted(str(len(START_DELAYS))),
         "notice": shell(_notice(job)),
-        "notify": shell(profile.notify.command)
-        if profile.notify.command and "stopped" in profile.notify.events
-        else None,
+        "notify": shell(notify) if notify else None,
     }
     return _template().render(values)
 

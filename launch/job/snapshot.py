@@ -43,11 +43,9 @@ class Code:
     @property
     def label(self) -> str:
         """First 12 digits of the git revision, or of the content's sha256 without a checkout."""
-        return (
-            f"{self.revision[:12]}{' with changes' if self.dirty else ''}"
-            if self.revision
-            else f"sha256 {self.sha256[:12]}"
-        )
+        if not self.revision:
+            return f"sha256 {self.sha256[:12]}"
+        return f"{self.revision[:12]}{' with changes' if self.dirty else ''}"
 
 
 def code_folder(directory: Path) -> Path:

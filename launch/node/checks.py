@@ -89,7 +89,8 @@ class Report:
         known = self.facts
         if gpus := known.get("gpus"):
             yield f"{len(gpus)} x {gpus[0].rpartition(' ')[0]}, driver {known.get('driver')}"
-        if speeds := [speed for speed in known.get("tflops") or () if speed]:
+        speeds = [speed for speed in known.get("tflops") or () if speed]
+        if speeds:
             yield f"{min(speeds):.0f} to {max(speeds):.0f} TFLOP/s in bfloat16"
         if "free_memory_gb" in known:
             yield (
@@ -125,6 +126,8 @@ def check_command(
     health, nodes, paths, container = (
         profile.get(section) or {} for section in ("health", "nodes", "paths", "container")
     )
+    in_container = container.get("runtime", "none") != "none"
+    written = ["/tmp", *(paths.get("shared") or ()), *map(str, folders)]
     wanted = {
         "seconds": SHARE * float(health.get("timeout_seconds") or 180),
         "free_memory_gb": health.get("free_memory_gb") or 0,
@@ -132,8 +135,8 @@ def check_command(
         "gpus": nodes.get("gpus") or 0,
         "python": python,
         "matmul": python if health.get("matmul", True) else None,
-        "numa": nodes.get("numa", "none") if container.get("runtime", "none") == "none" else "none",
-        "folders": list(dict.fromkeys(("/tmp", *(paths.get("shared") or ()), *map(str, folders)))),
+        "numa": "none" if in_container else nodes.get("numa", "none"),
+        "folders": list(dict.fromkeys(written)),
     }
     return [host_python, "-m", "launch.node.checks", str(out), json.dumps(wanted)]
 
@@ -173,7 +176,9 @@ def run_checks(wanted: Mapping[str, Any]) -> Report:
 
     wanted: the requirements, as `check_command` writes them.
     """
-    seconds, python, numa = wanted["seconds"], wanted["python"], wanted["numa"]
+    seconds = wanted["seconds"]
+    python = wanted["python"]
+    numa = wanted["numa"]
     deadline = time.monotonic() + seconds
     checks: dict[str, Callable[[], Report]] = {"memory": partial(memory, wanted["free_memory_gb"])}
     if python:

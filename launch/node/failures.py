@@ -157,7 +157,9 @@ class Findings:
         if not chained:
             self._weak, self._began = self._weak_next, now
         self._indent = len(line) - len(line.lstrip())
-        self._between, self._open, self._weak_next = [], True, False
+        self._between = []
+        self._open = True
+        self._weak_next = False
 
     def _finish(self, line: str) -> None:
         """End a traceback, whose last line is the error.
@@ -302,12 +304,10 @@ def last_stamp(log: Path) -> float | None:
 
 def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
     """Return the failure that a record describes."""
-    rank, error, by, code = (
-        record["rank"],
-        record.get("error"),
-        record.get("signal"),
-        record.get("exit"),
-    )
+    rank = record["rank"]
+    error = record.get("error")
+    by = record.get("signal")
+    code = record.get("exit")
     if error and blameless_signal(by, record.get("traceback")):
         by = None
     messages = {

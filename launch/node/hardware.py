@@ -130,9 +130,9 @@ class Gpu:
             reason: f"{self.title}: {SAID[reason]} ({self.temperature} °C)"
             for reason in self.throttled
         }
-        return [lines[r] for r in self.throttled if r.startswith("hw")], [
-            lines[r] for r in self.throttled if r.startswith("sw")
-        ]
+        faults = [line for reason, line in lines.items() if reason.startswith("hw")]
+        warnings = [line for reason, line in lines.items() if reason.startswith("sw")]
+        return faults, warnings
 
 
 def ask(

@@ -255,7 +255,9 @@ class Tail:
     """Reader of the lines that were added to a source since the last read."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self.offset, self._rest = source, 0, b""
+        self.source = source
+        self.offset = 0
+        self._rest = b""
         self.last = b""  # the last complete line before the offset
         self._at, self._began = 0.0, False
 

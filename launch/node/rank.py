@@ -85,10 +85,8 @@ class Keeper:
 
     def __init__(self, attempt: Path, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.attempt, self.command = attempt, list(command)
-        self.rank, self.local_rank = (
-            int(environ.get("RANK") or 0),
-            int(environ.get("LOCAL_RANK") or 0),
-        )
+        self.rank = int(environ.get("RANK") or 0)
+        self.local_rank = int(environ.get("LOCAL_RANK") or 0)
         self._started = self._child_ended = time.time()
         self._host = environ.get("SLURMD_NODENAME") or socket.gethostname()
         compiled, fault = caches.variables(environ, self._host, Path(__file__).resolve().parents[2])

@@ -209,20 +209,15 @@ def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
     nodes = profile.get("nodes") or {}
     counts = {
         "NODE": 1,
-        **{
-            name: environ.get(f"SLURM_{name}S_ON_NODE") or nodes.get(f"{name.lower()}s")
-            for name in ("CPU", "GPU")
-        },
+        "CPU": environ.get("SLURM_CPUS_ON_NODE") or nodes.get("cpus"),
+        "GPU": environ.get("SLURM_GPUS_ON_NODE") or nodes.get("gpus"),
     }
-    sizes = {name: environ.get(f"SLURM_MEM_PER_{name}", "") for name in counts}
-    mib = next(
-        (
-            int(size) * int(counts[name] or 1)
-            for name, size in sizes.items()
-            if size.isdecimal() and int(size)
-        ),
-        0,
-    )
+    mib = 0
+    for name, count in counts.items():
+        size = environ.get(f"SLURM_MEM_PER_{name}", "")
+        if size.isdecimal() and int(size):
+            mib = int(size) * int(count or 1)
+            break
     requested, slurm = nodes.get("memory"), profile.get("scheduler") == "slurm"
     number, unit = str(requested or "").rstrip("KMGT"), str(requested or "")[-1:]
     if slurm and requested is not None and not int(number):

@@ -105,10 +105,8 @@ class Notifier:
         """
         if not self._command or event not in self._events:
             return None
-        text, command = (
-            json.dumps({"event": event, "time": time.time(), **facts}) + "\n",
-            ["sh", "-c", self._command],
-        )
+        text = json.dumps({"event": event, "time": time.time(), **facts}) + "\n"
+        command = ["sh", "-c", self._command]
         try:
             with tempfile.TemporaryFile() as given:
                 given.write(text.encode())
@@ -161,7 +159,9 @@ class Journal:
     """
 
     def __init__(self, job: Job, item: Item, job_id: str | None) -> None:
-        self.job, self.item, self.job_id = job, item, job_id
+        self.job = job
+        self.item = item
+        self.job_id = job_id
         self.folder = item.launch
         self.attempt = self.failures = 0
         self.nodes: tuple[str, ...] = ()

@@ -48,8 +48,12 @@ class Supervisor:
     def __init__(
         self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool
     ) -> None:
-        self.job, self.item, self.place = job, job.items[index], place
-        self.signals, self.journal, self.show = signals, journal, show
+        self.job = job
+        self.item = job.items[index]
+        self.place = place
+        self.signals = signals
+        self.journal = journal
+        self.show = show
         self.directory = self.item.path
         self.limits = policy.limits_of(job.section("restarts"))
         self.records: list[Record] = []
@@ -329,7 +333,9 @@ class Supervisor:
 
         If the requeue succeeds, Slurm ends this process and the method does not return.
         """
-        message, number, pause = f"back to the queue: {reason}", 0, REQUEUE_SECONDS
+        message = f"back to the queue: {reason}"
+        number = 0
+        pause = REQUEUE_SECONDS
         while number < REQUEUE_TRIES:
             if (stop := self._stop_wish(ask=True)) is not None:
                 return self._end_without_attempt(stop)
@@ -338,10 +344,8 @@ class Supervisor:
             self.journal.settle(0.0 if self.signals.ends else HOOK_SECONDS)
             try:
                 self.place.requeue(self._excluded())
-                number, message = (
-                    number + 1,
-                    "Slurm accepted the requeue, but this process still runs",
-                )
+                number += 1
+                message = "Slurm accepted the requeue, but this process still runs"
             except Unreachable as error:
                 message = f"the requeue must wait: {error}"
                 number += bool(self.signals.ends)
@@ -363,9 +367,9 @@ class Supervisor:
         """
         stops = [index for index, record in enumerate(self.records[:-1]) if record.end.stopped]
         recent = self.records[stops[-1] + 1 :] if stops else self.records
-        decided = [
-            node for record in recent for node in (record.decision or {}).get("exclude") or ()
-        ]
+        decided = list[str]()
+        for record in recent:
+            decided += (record.decision or {}).get("exclude") or ()
         try:
             away = list(cordoned(cordon_file(self.job.profile, self.job.working_directory)))
         except OSError as error:
@@ -381,19 +385,18 @@ class Supervisor:
         An entry is permanent for a hardware fault. It lasts `PASSING_SECONDS` for a fault that may
         disappear, and `KEEP_SECONDS` for other failures.
         """
-        path, failure = (
-            cordon_file(self.job.profile, self.job.working_directory),
-            self.records[-1].failure,
-        )
+        path = cordon_file(self.job.profile, self.job.working_directory)
+        failure = self.records[-1].failure
         for node, why in decision.cordon.items():
             passing = node in unhealthy or (
                 failure is not None and failure.exit == Exit.WRONG_INPUT
             )
-            until = (
-                None
-                if node in unhealthy and is_lasting(why)
-                else time.time() + (PASSING_SECONDS if passing else KEEP_SECONDS)
-            )
+            if node in unhealthy and is_lasting(why):
+                until = None
+            elif passing:
+                until = time.time() + PASSING_SECONDS
+            else:
+                until = time.time() + KEEP_SECONDS
             try:
                 added = cordon(path, [node], why, self.directory, until)
             except OSError as error:

@@ -50,11 +50,9 @@ class SlurmPlace(Place):
 
         exclude: nodes that the profile excludes.
         """
-        raw, array, task = (
-            environ["SLURM_JOB_ID"],
-            environ.get("SLURM_ARRAY_JOB_ID"),
-            environ.get("SLURM_ARRAY_TASK_ID"),
-        )
+        raw = environ["SLURM_JOB_ID"]
+        array = environ.get("SLURM_ARRAY_JOB_ID")
+        task = environ.get("SLURM_ARRAY_TASK_ID")
         self._environ = dict(environ)
         # The plain number of an array's last task is also the number of the entire array, so
         # commands get ARRAY_TASK.
@@ -138,10 +136,12 @@ class SlurmPlace(Place):
             raise PlaceError(
                 f"the nodes cannot be checked: {f'srun: {output}' if output else silence}"
             )
-        return {
-            node: [*report.faults, *([f"srun: {output}"] if output and not report.time else [])]
-            for node, report in reports.items()
-        }
+        faults = {}
+        for node, report in reports.items():
+            faults[node] = list(report.faults)
+            if output and not report.time:
+                faults[node].append(f"srun: {output}")
+        return faults
 
     def _step(
         self, attempt: Attempt, name: str, command: Sequence[str], options: Sequence[str], log: Path
@@ -305,11 +305,8 @@ class SlurmPlace(Place):
             known = {node.name for node in nodes} or None
             shown = self._shown()
             before = hosts(listed(shown, "ExcNodeList"))
-            wanted = list(
-                dict.fromkeys(
-                    [*before, *(node for node in exclude if known is None or node in known)]
-                )
-            )
+            added = [node for node in exclude if known is None or node in known]
+            wanted = list(dict.fromkeys([*before, *added]))
             if known is not None and not enough_nodes(nodes, shown, wanted):
                 print(
                     (
@@ -367,7 +364,10 @@ class SlurmRunning:
     def __init__(
         self, srun: subprocess.Popen[bytes], job: str, name: str, attempt: Attempt
     ) -> None:
-        self._srun, self._job, self._name, self._attempt = srun, job, name, attempt
+        self._srun = srun
+        self._job = job
+        self._name = name
+        self._attempt = attempt
         # A signal's number -> the process that sends it, and its start (monotonic).
         self._telling: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
         self._over: float | None = None  # when srun ended (monotonic)
@@ -416,10 +416,8 @@ class SlurmRunning:
             if code:
                 self._scancel(signal.Signals(number).name.removeprefix("SIG"))
                 return
-        folder, words = (
-            self._attempt.folder,
-            ["launch.supervise.slurm_steps", "signal", str(self._attempt.folder), str(number)],
-        )
+        folder = self._attempt.folder
+        words = ["launch.supervise.slurm_steps", "signal", str(self._attempt.folder), str(number)]
         with suppress(OSError):
             self._telling[number] = (
                 start_on_nodes(self._attempt.nodes, "tell", words, folder / "logs" / "signals.log"),

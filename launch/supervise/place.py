@@ -249,10 +249,8 @@ class LocalPlace(Place):
         Raises:
             PlaceError: the program cannot be started.
         """
-        log, tied = (
-            attempt.folder / "logs" / "agents.log",
-            functools.partial(_in_the_agent, os.getpid()),
-        )
+        log = attempt.folder / "logs" / "agents.log"
+        tied = functools.partial(_in_the_agent, os.getpid())
         try:
             command = agent_command(attempt, head="127.0.0.1", port=server_port(), node_rank=0)
             agent = started(

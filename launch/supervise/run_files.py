@@ -44,7 +44,9 @@ def read_state(directory: Path) -> RunState:
     """Read the state of the run in a directory from its own files."""
     progress = read(directory / "progress.json") or {}
     metrics, size = directory / "metrics.jsonl", 0
-    last_step = step if isinstance(step := progress.get("step"), int) else None
+    last_step = progress.get("step")
+    if not isinstance(last_step, int):
+        last_step = None
     with suppress(OSError):
         size = metrics.stat().st_size
     last = next(

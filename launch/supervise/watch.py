@@ -83,7 +83,9 @@ class Watchdog:
         start: until the first step. step: between steps. save: from a signal to the end.
         now: the present time (monotonic seconds).
         """
-        self.start, self.step, self.save = start, step, save
+        self.start = start
+        self.step = step
+        self.save = save
         self._last_observation = now
         self._waited = 0.0  # seconds since the last progress
         self._mark: object = None
@@ -147,7 +149,10 @@ class Watch:
         journal: Journal,
         stop: Callable[[], str | None],
     ) -> None:
-        self.attempt, self.place, self.signals, self.journal = attempt, place, signals, journal
+        self.attempt = attempt
+        self.place = place
+        self.signals = signals
+        self.journal = journal
         self._stop = stop  # returns why a user stopped the item, or None
         self._is_run = attempt.job.kind == "run"
         self._directory = attempt.item.path
@@ -191,19 +196,18 @@ class Watch:
             and (hang is None or cut)
             and taken_away(self.place, self.signals, signalled=message)
         )
+        down = {}
+        if code != 0:
+            for node, why in self.place.down_nodes().items():
+                if node in self.attempt.nodes:
+                    down[node] = why
         return Observed(
             code,
             before,
             after,
             signalled=self._signalled_at is not None,
             hang=hang,
-            down={}
-            if code == 0
-            else {
-                node: why
-                for node, why in self.place.down_nodes().items()
-                if node in self.attempt.nodes
-            },
+            down=down,
             cancelled=cancelled or (message and self.place.cancelled()),
             taken=taken,
             oom_kill=oom_kills(counter) > kills,
@@ -288,16 +292,14 @@ class Watch:
         """
         self.journal.log(f"hang: {why}; every rank is signalled to dump its stacks")
         running.signal(signal.SIGUSR2)
-        ranks, deadline, sizes = self.attempt.job.world_size, time.monotonic() + DUMP_SECONDS, None
+        ranks = self.attempt.job.world_size
+        deadline = time.monotonic() + DUMP_SECONDS
+        sizes = None
         while running.poll() is None and time.monotonic() < deadline:
             time.sleep(0.5)
-            last, sizes = (
-                sizes,
-                sorted(
-                    path.stat().st_size
-                    for path in (self.attempt.folder / "dumps").glob("rank_*.txt")
-                ),
-            )
+            last = sizes
+            dumps = (self.attempt.folder / "dumps").glob("rank_*.txt")
+            sizes = sorted(path.stat().st_size for path in dumps)
             if len(sizes) >= ranks and sizes == last:
                 break
         self.journal.log(

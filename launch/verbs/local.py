@@ -67,7 +67,9 @@ def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
     supervisors, and no further ones are started. If this process is killed, the supervisors save
     and end.
     """
-    waiting, worst, tied = list(items), 0, functools.partial(die_with, os.getpid(), signal.SIGTERM)
+    waiting = list(items)
+    worst = 0
+    tied = functools.partial(die_with, os.getpid(), signal.SIGTERM)
     running: dict[int, subprocess.Popen[bytes]] = {}
     with _passed_on(running) as ending:
         while running or (waiting and not ending):

@@ -103,10 +103,10 @@ def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
     yield from (f"    {line}" for line in shown)
     for failure in rest[:FOLLOWERS]:
         who, later = f"rank {failure.rank} on {failure.host}", failure.time - first.time
-        yield (
-            f"  {f'then:  {who}, {later:+.1f} s' if later >= 0 else f'also:  {who}'}: "
-            f"{failure.message}"
-        )
+        if later >= 0:
+            yield f"  then:  {who}, {later:+.1f} s: {failure.message}"
+        else:
+            yield f"  also:  {who}: {failure.message}"
     if len(rest) > FOLLOWERS:
         yield f"  and {len(rest) - FOLLOWERS} more"
 

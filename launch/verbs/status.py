@@ -101,10 +101,9 @@ def ask(jobs: Sequence[Job]) -> Queue:
 
 def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = None) -> list[Row]:
     """Return one row for each item of a job, or for the items with the given indices."""
-    return [
-        _row(job, index, queue, now)
-        for index in (range(len(job.items)) if items is None else items)
-    ]
+    if items is None:
+        items = range(len(job.items))
+    return [_row(job, index, queue, now) for index in items]
 
 
 def summary(job: Job, rows: Sequence[Row]) -> Row:
@@ -146,17 +145,21 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
         bool(found and found.active) or (word in AT_WORK and found is None) or word.endswith("?")
     )
     numbers = _numbers(item.path, active, word in _STEPPING, now) if job.kind == "run" else {}
+    if not job_id and state.get("job_id"):
+        job_id = str(state["job_id"])
+    if not message and not again:
+        message = str(state.get("message") or "")
     return Row(
         name=item.name,
         directory=item.directory,
         state=word,
         active=active,
-        job_id=job_id or (str(state["job_id"]) if state.get("job_id") else None),
+        job_id=job_id or None,
         queue=found.state if found else None,
         attempt=state.get("attempt"),
         failures=int(state.get("failures") or 0),
         since=state.get("time"),
-        message=message or ("" if again else str(state.get("message") or "")),
+        message=message,
         **numbers,
     )
 
@@ -188,7 +191,9 @@ def _word(
     state: contents of state.json. stop: contents of stop.json, or None. job_id: the id under which
     Slurm reports the item, or None. The message is empty if the state needs no explanation.
     """
-    state_word, found, silent = state.get("state"), queue.states.get(job_id or ""), queue.silent
+    state_word = state.get("state")
+    found = queue.states.get(job_id or "")
+    silent = queue.silent
     if state_word == "finished":
         return state_word, ""
     if found is not None and found.active:
@@ -256,10 +261,13 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
     lines = list(last_json_lines(metrics))
     step: dict[str, Any] = next((line for line in lines if "loss" in line), {})
     written = metrics.stat().st_mtime if lines else None
-    began = started(there[-1]) if (there := attempts(directory)) else 0.0
+    folders = attempts(directory)
+    began = started(folders[-1]) if folders else 0.0
     stepped = stepping and written is not None and written > began
     steps = [value for value in (progress.get("step"), step.get("step")) if value is not None]
-    done, full, seconds = max(steps, default=0), progress.get("steps"), step.get("step_seconds")
+    done = max(steps, default=0)
+    full = progress.get("steps")
+    seconds = step.get("step_seconds")
     seconds_left = (
         max(0, full - done) * seconds
         if stepped and steps and full is not None and seconds is not None
@@ -347,8 +355,9 @@ def _board(
     once: dict[Path, tuple[Job, set[int]]] = {}
     for directory in directories or [ROOT]:
         for job, indices in _jobs(Path(directory), requested=requested):
-            once.setdefault(job.path.resolve(), (job, set()))[1].update(indices)
-    jobs = [(job, sorted(chosen)) for job, chosen in once.values()]
+            _, selected = once.setdefault(job.path.resolve(), (job, set()))
+            selected.update(indices)
+    jobs = [(job, sorted(selected)) for job, selected in once.values()]
     queue = ask([job for job, _ in jobs])
     every = [(job, rows_of(job, queue, now, indices)) for job, indices in jobs]
     recent = float("inf") if old or requested else RECENT_SECONDS
@@ -362,11 +371,12 @@ def _board(
     if as_json:
         return json.dumps([asdict(row) for _, rows in found for row in rows], indent=1), active
     lines = list(_lines(found, items=items))
-    text = (
-        _table([HEADER, *lines])
-        if lines
-        else ["all jobs ended more than a day ago" if hidden else "no jobs yet"]
-    )
+    if lines:
+        text = _table([HEADER, *lines])
+    elif hidden:
+        text = ["all jobs ended more than a day ago"]
+    else:
+        text = ["no jobs yet"]
     if hidden:
         text.append(f"{hidden} that ended more than a day ago: --all")
     if queue.silent:
@@ -413,12 +423,13 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
     Jobs with equal names are shown with their directories.
     """
     heads = [rows[0] if len(rows) == 1 else summary(job, rows) for job, rows in found]
-    names, here, done = Counter(head.name for head in heads), f"{Path.cwd()}/", set[int]()
-    numbers = {
-        str(Path(row.directory).resolve()): number
-        for number, (_, rows) in enumerate(found)
-        for row in (heads[number], *rows)
-    }
+    names = Counter(head.name for head in heads)
+    here = f"{Path.cwd()}/"
+    done = set[int]()
+    numbers = dict[str, int]()  # job number by the directory of the job or of one of its items
+    for number, (_, rows) in enumerate(found):
+        for row in (heads[number], *rows):
+            numbers[str(Path(row.directory).resolve())] = number
     parents = [numbers.get(head.parent or "") for head in heads]
 
     def tree(number: int, depth: int) -> Iterator[tuple[str, ...]]:
@@ -446,7 +457,9 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
 def _cells(row: Row, name: str) -> tuple[str, ...]:
     """Return a row's cells for the table."""
     attempt = "-" if row.attempt is None else str(row.attempt)
-    steps = f"{row.step if row.step is not None else '-'}{f'/{row.steps}' if row.steps else ''}"
+    steps = "-" if row.step is None else str(row.step)
+    if row.steps:
+        steps += f"/{row.steps}"
     loss = "-" if row.loss is None else f"{row.loss:.4f}"
     return (
         name,

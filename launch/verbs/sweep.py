@@ -146,7 +146,9 @@ def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
 
 def split_values(text: str) -> list[str]:
     """Split a text at the commas outside of brackets, braces and quotes."""
-    values, depth, quote = [""], 0, ""
+    values = [""]
+    depth = 0
+    quote = ""
     for character in text:
         if character == "," and depth == 0 and not quote:
             values.append("")

@@ -8,7 +8,6 @@ hashes in its manifest, and deletes old ones. It does not import torch;
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
 import re
@@ -74,14 +73,13 @@ class Progress:
 
         Samples of ``before`` tokens are converted to samples of ``length`` tokens, rounded up.
         """
-        consumed, *earlier = (
-            -(-n * before // length)
-            for n in (self.consumed_samples, *(n for _, n in self.batch_changes))
-        )
-        changes = (
-            *zip((step for step, _ in self.batch_changes), earlier, strict=True),
-            (self.step, consumed),
-        )
+
+        def converted(samples: int) -> int:
+            return -(-samples * before // length)
+
+        consumed = converted(self.consumed_samples)
+        earlier = ((step, converted(samples)) for step, samples in self.batch_changes)
+        changes = (*earlier, (self.step, consumed))
         return replace(
             self,
             consumed_samples=consumed,
@@ -191,7 +189,9 @@ class HashedFile(io.BufferedWriter):
 
     def __init__(self, path: str | Path, mode: str = "wb") -> None:
         super().__init__(io.FileIO(path, mode))
-        self._path, self._hash, self._parts = Path(path), xxhash.xxh3_128(), list[str]()
+        self._path = Path(path)
+        self._hash = xxhash.xxh3_128()
+        self._parts = list[str]()
 
     def write(self, content: Any) -> int:
         """Write all bytes of ``content``, update the hash, and return the number of bytes."""
@@ -454,8 +454,9 @@ def set_aside(step: Path) -> Path:
 
     The user decides what can be recovered from it.
     """
-    names = (
-        f"damaged_{step.name}{again}"
-        for again in itertools.chain([""], (f".{count}" for count in itertools.count(2)))
-    )
-    return step.rename(next(path for name in names if not (path := step.with_name(name)).exists()))
+    path = step.with_name(f"damaged_{step.name}")
+    count = 1
+    while path.exists():
+        count += 1
+        path = step.with_name(f"damaged_{step.name}.{count}")
+    return step.rename(path)

@@ -82,7 +82,9 @@ class Checkpoints:
     """The checkpoints of one run. All ranks must call every method together."""
 
     def __init__(self, folder: Path, config: RunConfig, log: Log) -> None:
-        self.folder, self.config, self.log = folder, config, log
+        self.folder = folder
+        self.config = config
+        self.log = log
         # Called with the message of a failed save if training continues.
         self.alert: Log = lambda text: None
         self.inherited = Inherited(config.data.seq_length)

@@ -118,7 +118,9 @@ def _fits(value: Any, kind: Any) -> bool:
         )
     if kind is int:
         return type(value) is int and 0 <= value < 2**63
-    return type(value) in (int, float) if kind is float else isinstance(value, kind)
+    if kind is float:
+        return type(value) in (int, float)
+    return isinstance(value, kind)
 
 
 def _config_fault(config: Mapping[str, Any], *, full: bool) -> str | None:
@@ -127,12 +129,12 @@ def _config_fault(config: Mapping[str, Any], *, full: bool) -> str | None:
     Only sections, and values that this code reads directly from the manifest, are checked. The last
     argument is True for the manifest of a run, which has all sections.
     """
-    if missing := [
-        key
-        for key in ("model", "data", *(("train", "parallel") if full else ()))
-        if key not in config
-    ]:
-        return f"has no config.{missing[0]}"
+    required = ["model", "data"]
+    if full:
+        required += ["train", "parallel"]
+    for key in required:
+        if key not in config:
+            return f"has no config.{key}"
     if wrong := _section_fault(RunConfig, config, "config"):
         return wrong
     if not _fits(length := config["data"].get("seq_length"), int) or length == 0:
@@ -163,8 +165,9 @@ def _files_fault(manifest: Mapping[str, Any]) -> str | None:
     files = manifest["files"]
     if not all(_fits(size, int) for size in files.values()):
         return "has a wrong size in files"
-    if unhashed := [name for name in PICKLES if name in files and name not in manifest["sha256"]]:
-        return f"has no hash of {unhashed[0]}"
+    for name in PICKLES:
+        if name in files and name not in manifest["sha256"]:
+            return f"has no hash of {name}"
     for key in ("sha256", "xxh3"):
         hashes = manifest.get(key, {})
         if (

@@ -323,7 +323,10 @@ class _Stretch(io.RawIOBase):
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         super().__init__()
-        self.file, self.start, self.length, self.position = file, start, length, 0
+        self.file = file
+        self.start = start
+        self.length = length
+        self.position = 0
         self.failure: BaseException | None = None
 
     def readable(self) -> bool:
@@ -363,11 +366,10 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that builds only the classes of a torch_dist ``.metadata``."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = (
-            super().find_class(module, name)
-            if "." not in name and module in {*_METADATA_MODULES, *(m for m, _ in _METADATA_NAMES)}
-            else None
-        )
+        known_modules = {*_METADATA_MODULES, *(m for m, _ in _METADATA_NAMES)}
+        found = None
+        if "." not in name and module in known_modules:
+            found = super().find_class(module, name)
         a_class_of_its_own = (
             module in _METADATA_MODULES and isinstance(found, type) and found.__module__ == module
         )

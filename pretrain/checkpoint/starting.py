@@ -126,12 +126,11 @@ def _judged(
             return
         # A fetched run id belongs to a run with this run directory.
         recorded = from_rank_0(lambda: (checkpoints.fetching / RUN_ID).is_file())
-        others = [
-            str(it)
-            for it in changed
-            if (it.rule != FREE and not _SAME_RUN.match(it.key))
-            or (it.key == "run_dir" and not recorded)
-        ]
+        others = []
+        for change in changed:
+            fixed = change.rule != FREE and not _SAME_RUN.match(change.key)
+            if fixed or (change.key == "run_dir" and not recorded):
+                others.append(str(change))
         if others:
             raise ConfigError(f"{own.path} is of a run with other settings: {', '.join(others)}")
     except ConfigError as error:

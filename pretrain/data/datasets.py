@@ -218,7 +218,9 @@ class PackedGPTDataset(GPTDataset):
         return len(self.shuffle_index)
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        length, row, at = self.config.sequence_length, int(self.shuffle_index[idx]), 0
+        length = self.config.sequence_length
+        row = int(self.shuffle_index[idx])
+        at = 0
         text, counts = torch.zeros(length + 1, dtype=torch.int64), torch.zeros(length + 1)
         for document, before in self.document_index[
             self.sample_index[row] : self.sample_index[row + 1]
@@ -381,10 +383,8 @@ def _check_ids(batch: Batch, samples: Sequence[Batch], dataset: GPTDataset) -> N
     A sharded embedding would silently ignore the id.
     """
     size = dataset.config.tokenizer.vocab_size
-    if all(
-        least >= 0 and most < size
-        for least, most in (torch.aminmax(batch[key]) for key in ("tokens", "labels"))
-    ):
+    ranges = [torch.aminmax(batch[key]) for key in ("tokens", "labels")]
+    if all(least >= 0 and most < size for least, most in ranges):
         return
     for sample in samples:
         ids = torch.cat((sample["tokens"], sample["labels"]))

@@ -85,7 +85,10 @@ def best_fit(counts: Sequence[int], capacity: int) -> tuple[list[Placed], int, d
     takes pieces until no more fit, and then has less than half of its former space. A run of equal
     sequences is therefore moved at most log2(room) times, and each size adds at most two runs.
     """
-    placed, used, runs, spaces = list[Placed](), 0, dict[int, list[range]](), list[int]()
+    placed = list[Placed]()
+    used = 0
+    runs = dict[int, list[range]]()
+    spaces = list[int]()
 
     def put(run: range, each: int) -> None:
         """Place ``each`` pieces into every sequence of a run; ``each`` may be 0.
@@ -202,9 +205,8 @@ def packing_line(data: DataConfig, facts: DataFacts) -> str | None:
                 for weight, each in zip(weights, shares, strict=True)
             ]
             padding = sum(parts) / sum(weights) / data.seq_length
-            cut, documents = (
-                sum(getattr(each, name) for each in shares) for name in ("cut", "documents")
-            )
+            cut = sum(each.cut for each in shares)
+            documents = sum(each.documents for each in shares)
             words.append(f"{title} {padding:.2%} padding, {cut:,} of {documents:,} documents cut")
     return f"data.packing = best_fit: {'; '.join(words)}"
 

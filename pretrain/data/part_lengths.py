@@ -53,12 +53,11 @@ class PartLengths:
         if held.size > _LENGTHS:
             requested = held[np.unique(np.geomspace(1, held.size, _LENGTHS).astype(np.int64)) - 1]
         cost_of = [cost(length) for length in requested.tolist()]
-        return {
-            name: float(
-                self.shares[held] @ np.interp(held, requested, [costs[name] for costs in cost_of])
-            )
-            for name in cost_of[0]
-        }
+        means = {}
+        for name in cost_of[0]:
+            values = np.interp(held, requested, [costs[name] for costs in cost_of])
+            means[name] = float(self.shares[held] @ values)
+        return means
 
 
 def part_lengths_of(config: RunConfig, facts: DataFacts) -> PartLengths:

@@ -24,7 +24,9 @@ def stage_documents(
 
     lengths: tokens of each document of the source. needs: tokens of each stage.
     """
-    at, epoch, taken = 0, 0, list[npt.NDArray[np.int64]]()
+    at = 0
+    epoch = 0
+    taken = list[npt.NDArray[np.int64]]()
 
     def shuffled() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         # RandomState is numpy's frozen generator.

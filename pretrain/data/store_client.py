@@ -69,7 +69,9 @@ class ObjectStore:
 
     def __init__(self, url: str, patience: float) -> None:
         """Open the store. Raises ConfigError (see `open_store`)."""
-        self.url, self.patience, self.folder = url, patience, url.rpartition("/")[0]
+        self.url = url
+        self.patience = patience
+        self.folder = url.rpartition("/")[0]
         self.fs, self.root, _ = open_store(self.folder)
         self.failing, self.lock = set[int](), threading.Lock()
 
@@ -80,7 +82,10 @@ class ObjectStore:
             StorageError: it still fails after ``patience`` seconds.
             ConfigError: raised by ``work``.
         """
-        done, me, fault, end = list[Answer](), threading.get_ident(), "", 0.0
+        done = list[Answer]()
+        me = threading.get_ident()
+        fault = ""
+        end = 0.0
 
         def note(why: str | None) -> None:
             nonlocal fault, end
@@ -135,7 +140,9 @@ class Blocks:
         Raises StorageError if the store does not answer.
         """
         first, end = offset // BLOCK, offset + length
-        span, missing, wanted = bytearray(), list[int](), list[list[int]]()
+        span = bytearray()
+        missing = list[int]()
+        wanted = list[list[int]]()
         for number in range(first, blocks_of(end)):
             start, content = number * BLOCK, self._kept(number)
             low, high = start, min(start + BLOCK, self.size)
@@ -318,7 +325,9 @@ class Source:
         If only the sample of an existing .bin is damaged, the file is repaired in place, so that
         its cached blocks remain.
         """
-        file, is_bin, size = self.folder / name, name.endswith(".bin"), info.get("size")
+        file = self.folder / name
+        is_bin = name.endswith(".bin")
+        size = info.get("size")
         if size is None:
             file.unlink(missing_ok=True)
             return

@@ -166,14 +166,16 @@ class DeepSpeedEngine:
         scale = self._loss_scale(step)
         if self.scales:
             self.scales.begin(scale / self.micro_batches)
-        reports, times, known = [], None, None
-        self.norm, self.unwanted, self.judge = math.nan, False, None
+        reports = []
+        times = None
+        known = None
+        self.norm = math.nan
+        self.unwanted = False
+        self.judge = None
         for number, batch in enumerate(step):
-            started = (
-                platform.Moment()
-                if timed and number == 0 and self.config.engine.zero_stage < 3
-                else None
-            )
+            started = None
+            if timed and number == 0 and self.config.engine.zero_stage < 3:
+                started = platform.Moment()
             total, tokens = self._forward(batch)
             times = self._times(started) if started is not None else times
             reports.append(torch.stack([total.detach(), tokens]))
@@ -411,13 +413,12 @@ def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
 
         def judged_gradients(for_clipping: bool = False) -> Any:
             found = gradients(for_clipping)
-            if for_clipping or not skips(
-                float(
-                    get_global_norm_of_tensors(
-                        found[0], mpu=optimizer.mpu, norm_type=optimizer.norm_type
-                    )
-                )
-            ):
+            if for_clipping:
+                return found
+            full = get_global_norm_of_tensors(
+                found[0], mpu=optimizer.mpu, norm_type=optimizer.norm_type
+            )
+            if not skips(float(full)):
                 return found
             return [torch.full_like(found[0][0], math.inf)], {}
 

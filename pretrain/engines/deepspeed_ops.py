@@ -132,17 +132,13 @@ def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         text = ""
     core = re.split(r"\n\s*\n", text)[0]
-    words = {
-        word
-        for line in re.findall(r"^(?:flags|Features)\s*:(.*)$", core, re.MULTILINE)
-        for word in line.split()
-    }
+    words = set[str]()
+    for line in re.findall(r"^(?:flags|Features)\s*:(.*)$", core, re.MULTILINE):
+        words.update(line.split())
     model = re.findall(r"^CPU (?:implementer|part)\s*:(.*)$", core, re.MULTILINE)  # on Arm
-    return " ".join(
-        [platform.machine(), *(word.strip() for word in model), *sorted(words)]
-        if text
-        else [platform.machine(), platform.processor()]
-    )
+    if not text:
+        return f"{platform.machine()} {platform.processor()}"
+    return " ".join([platform.machine(), *(word.strip() for word in model), *sorted(words)])
 
 
 def file_system(path: Path) -> tuple[str, bool]:
@@ -156,7 +152,9 @@ def file_system(path: Path) -> tuple[str, bool]:
         )
     except OSError:
         return "unknown", True
-    real, kind, longest = os.path.realpath(path), "unknown", -1
+    real = os.path.realpath(path)
+    kind = "unknown"
+    longest = -1
     for mount in mounts:
         fields, _, rest = mount.partition(" - ")
         point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields.split()[4])

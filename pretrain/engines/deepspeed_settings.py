@@ -68,7 +68,9 @@ def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
     Raises:
         ConfigError, StorageError: see `read_file`.
     """
-    engine, layout, muon = config.engine, config.parallel, config.optimizer.name == "muon"
+    engine = config.engine
+    layout = config.parallel
+    muon = config.optimizer.name == "muon"
     external = next((name for name in mixer_names(config.model) if describe(name).package), None)
     if muon and external:
         yield (
@@ -192,7 +194,9 @@ def deepspeed_config(
 
 def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool) -> dict[str, Any]:
     """Return the part of DeepSpeed's configuration that the run decides."""
-    engine, train, settings = config.engine, config.train, config.engine.deepspeed
+    engine = config.engine
+    train = config.train
+    settings = config.engine.deepspeed
     bf16 = train.precision == "bf16"
     bucket = max(2, min(BUCKET, parameters + parameters % 2))
     zero: dict[str, Any] = {

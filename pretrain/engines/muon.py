@@ -206,11 +206,10 @@ class Muon(torch.optim.AdamW):
         if all_parts is None:
             torch.distributed.all_gather_object(table, list(self.mine), group=group)
         else:
-            table = [
-                [one for part in some for one, _ in stretches(part, number)]
-                for some in all_parts
-                for number in sizes
-            ]
+            table = []
+            for some in all_parts:
+                for number in sizes:
+                    table.append([one for part in some for one, _ in stretches(part, number)])
         self.exchange = _Exchange(table, group.rank(), group)
 
     @torch.no_grad()
@@ -260,7 +259,9 @@ class _Exchange:
     """
 
     def __init__(self, table: list[list[Stretch]], rank: int, group: Group | None) -> None:
-        self.rank, self.group, self.size = rank, group, len(table)
+        self.rank = rank
+        self.group = group
+        self.size = len(table)
         shapes = {one.map: one.shape for some in table for one in some}
         holders: dict[Key, set[int]] = {}
         for number, some in enumerate(table):
@@ -275,10 +276,10 @@ class _Exchange:
             load[self.owner[key]] += work[key]
         self.cut = {key for key, found in holders.items() if len(found) > 1}
         sizes = [(key, math.prod(shapes[key])) for key in sorted(shapes)]
-        self.rounds = [
-            [[one for one in some if one.map in keys] for some in table]
-            for keys in map(set, in_rounds(sizes, ROUND * self.size))
-        ]
+        self.rounds = list[list[list[Stretch]]]()  # of each round: the stretches of each rank
+        for found in in_rounds(sizes, ROUND * self.size):
+            keys = set(found)
+            self.rounds.append([[one for one in some if one.map in keys] for some in table])
 
     def made(
         self, some: list[list[Stretch]], mine: dict[Stretch, Tensor], empty: Tensor
@@ -316,15 +317,16 @@ class _Exchange:
 
         ``sent`` and ``wanted`` list the stretches to send to and to receive from each rank.
         """
-        sizes = [
-            [sum(one.numel for one in ways.get(number, ())) for number in range(self.size)]
-            for ways in (sent, wanted)
-        ]
+        out_sizes, back_sizes = self._sizes(sent), self._sizes(wanted)
         out = torch.cat([empty, *(given[one] for number in sorted(sent) for one in sent[number])])
-        back = empty.new_empty(sum(sizes[1]))
-        torch.distributed.all_to_all_single(back, out, sizes[1], sizes[0], group=self.group)
+        back = empty.new_empty(sum(back_sizes))
+        torch.distributed.all_to_all_single(back, out, back_sizes, out_sizes, group=self.group)
         order = [one for number in sorted(wanted) for one in wanted[number]]
         return dict(zip(order, back.split([one.numel for one in order]), strict=True))
+
+    def _sizes(self, ways: _Ways) -> list[int]:
+        """Return the number of elements in the stretches of each rank."""
+        return [sum(one.numel for one in ways.get(number, ())) for number in range(self.size)]
 
 
 _Ways = dict[int, list[Stretch]]  # rank -> stretches to send to it or to receive from it

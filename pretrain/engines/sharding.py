@@ -143,18 +143,17 @@ def read_optimizer(
     contains further entries to read in the same call.
     """
     requested = {number: _state(one, one.numel) for number, one in enumerate(held)}
-    targets = {
-        number: {name: {n: part.data for n, part in parts.items()} for name, parts in one.items()}
-        for number, one in requested.items()
-    }
+    targets = []  # (part, name, shard, tensor), taken before the read
+    for number, one in requested.items():
+        for name, shards in one.items():
+            for n, shard in shards.items():
+                targets.append((number, name, n, shard.data))
     given = read({**(common or {}), "optimizer": {"param_state": requested}})
-    for number, one in targets.items():
-        for name, parts_of_one in one.items():
-            for n, target in parts_of_one.items():
-                value = given["optimizer"]["param_state"][number][name][n]
-                # If several ranks hold a shard, one of them has read it.
-                if value.data_ptr() != target.data_ptr():
-                    target.copy_(value)
+    for number, name, n, target in targets:
+        value = given["optimizer"]["param_state"][number][name][n]
+        # If several ranks hold a shard, one of them has read it.
+        if value.data_ptr() != target.data_ptr():
+            target.copy_(value)
     return given
 
 

@@ -217,7 +217,10 @@ class ZeroState:
         """
         optimizer, place = self.engine.optimizer, self.weights[parameter]
         if not self.stage:
-            flat, start, offset, numel = parameter, 0, 0, parameter.numel()
+            flat = parameter
+            start = 0
+            offset = 0
+            numel = parameter.numel()
         elif self.stage == 3:
             group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
             flat = optimizer.fp32_partitioned_groups_flat[group]

@@ -135,12 +135,12 @@ def check_split(config: RunConfig, world_size: int) -> Iterator[str]:
         found = split_kinds_of(config).values()
     except ValueError as error:
         others = layout.model_parallel // size
-        fit = [
-            count
-            for count in range(1, world_size + 1)
-            if (world_size % (count * others) == 0 or world_size % layout.model_parallel)
-            and _cuts(replace(config, parallel=replace(layout, context_parallel_size=count)))
-        ]
+        fit = []
+        for count in range(1, world_size + 1):
+            fills = world_size % (count * others) == 0 or world_size % layout.model_parallel
+            changed = replace(config, parallel=replace(layout, context_parallel_size=count))
+            if fills and _cuts(changed):
+                fit.append(count)
         yield f"{error}; the nearest that does: {min(fit, key=lambda count: abs(count - size))}"
         return
     wanted = {"all_gather": "gathers", "ring": "ring"}.get(kind or "")

@@ -22,7 +22,9 @@ def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
 
     Examples are a model without suitable products, or a size that is not a multiple of TILE.
     """
-    layout, train, key = config.parallel, config.train, f"train.fp8 = {config.train.fp8}"
+    layout = config.parallel
+    train = config.train
+    key = f"train.fp8 = {config.train.fp8}"
     if train.fp8 == "none":
         return
     blocks, found = blocks_by_mixer(config.model), False

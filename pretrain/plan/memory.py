@@ -324,7 +324,9 @@ def backward_workspace(placement: Placement, stage: int) -> int:
 
 
 def _layer_workspace(placement: Placement) -> float:
-    config, training, e = placement.config, placement.training, placement.element
+    config = placement.config
+    training = placement.training
+    e = placement.element
     model, cuda = config.model, placement.cuda
     blocks = [block for block, _ in model.kinds]
     inner = model.ffn_size / training.tensor_parallel
@@ -353,7 +355,9 @@ def _layer_workspace(placement: Placement) -> float:
 
 
 def _loss_workspace(placement: Placement) -> float:
-    model, train, e = placement.config.model, placement.config.train, placement.element
+    model = placement.config.model
+    train = placement.config.train
+    e = placement.element
     tokens, half = placement.micro_batch_tokens, e < WIDE
     rows = model.padded_vocab_size() / placement.training.tensor_parallel
     if train.loss_chunk:

@@ -83,16 +83,26 @@ def zero_memory(placement: Placement, parameters: int, muon_parameters: int = 0)
     muon_parameters: number of parameters that Muon updates. On a CPU the host's memory counts as
     the device's.
     """
-    config, e, cuda = placement.config, placement.element, placement.cuda
+    config = placement.config
+    e = placement.element
+    cuda = placement.cuda
     engine = config.engine
-    stage, settings, offload = engine.zero_stage, engine.deepspeed, engine.offload_optimizer
+    stage = engine.zero_stage
+    settings = engine.deepspeed
+    offload = engine.offload_optimizer
     part = -(-parameters // placement.replicas)
     bucket = min(settings.reduce_bucket_size or BUCKET, parameters)
     buffers = 2 if config.parallel.overlap_grad_reduce and stage in (1, 2) else 1
     converted = WIDE * bucket if e < WIDE else 0
-    weights, optimizer, host, held, forward = e * parameters, 3 * WIDE * part, 0, 0, 0
+    weights = e * parameters
+    optimizer = 3 * WIDE * part
+    host = 0
+    held = 0
+    forward = 0
     if stage == 0:
-        optimizer, gradients, reduction = 2 * WIDE * parameters, WIDE * parameters, WIDE * bucket
+        optimizer = 2 * WIDE * parameters
+        gradients = WIDE * parameters
+        reduction = WIDE * bucket
     elif stage == 1:
         gradients = (WIDE + e) * parameters if e < WIDE else WIDE * (parameters + part)
         reduction = WIDE * bucket * buffers
@@ -102,18 +112,27 @@ def zero_memory(placement: Placement, parameters: int, muon_parameters: int = 0)
         live = min(
             parameters, settings.max_live_parameters or LIVE, settings.max_reuse_distance or LIVE
         )
-        weights, gradients, forward, held = e * part, WIDE * part, e * live, WIDE * bucket
+        weights = e * part
+        gradients = WIDE * part
+        forward = e * live
+        held = WIDE * bucket
         group = min(part, settings.sub_group_size or SUB_GROUP)
         reduction = WIDE * ((1 if cuda else 2) * bucket + group)
     optimizer -= WIDE * placement.optimizer_part(muon_parameters)
     several = placement.micro_batches > 1
-    fresh = 0 if several or stage == 3 or (stage == 1 and e < WIDE) else gradients
+    fresh = gradients
+    if several or stage == 3 or (stage == 1 and e < WIDE):
+        fresh = 0
     if offload:
         host, optimizer = optimizer + 2 * WIDE * part, 0
         gradients = WIDE * parameters if stage == 1 else 0
         if stage < 3:
-            held, forward, reduction = e * bucket * buffers, 0, converted
-            fresh = 0 if several else gradients + (0 if cuda else WIDE * part)
+            held = e * bucket * buffers
+            forward = 0
+            reduction = converted
+            fresh = gradients if cuda else gradients + WIDE * part
+            if several:
+                fresh = 0
     if engine.offload_parameters:
         host, weights = host + weights, 0
     if not cuda:

@@ -33,7 +33,9 @@ def text(rehearsal: Rehearsal) -> str:
 
 
 def _rank_lines(plan: Plan, rank: Rank) -> Iterator[str]:
-    peak, trace, planned = rank.peak, rank.trace, plan.memory[rank.stage]
+    peak = rank.peak
+    trace = rank.trace
+    planned = plan.memory[rank.stage]
     yield (
         f"rank {rank.rank}, stage {rank.stage + 1} of "
         f"{plan.config.parallel.pipeline_model_parallel_size}: {gib(peak.bytes)} at the peak, "
@@ -127,7 +129,9 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
 
 
 def _rank_json(rehearsal: Rehearsal, rank: Rank) -> dict[str, Any]:
-    peak, trace, planned = rank.peak, rank.trace, rehearsal.plan.memory[rank.stage]
+    peak = rank.peak
+    trace = rank.trace
+    planned = rehearsal.plan.memory[rank.stage]
     return {
         "rank": rank.rank,
         "stage": rank.stage,
@@ -200,6 +204,5 @@ def _through_the_step(rank: Rank) -> tuple[list[int], list[list[float]]]:
         if rank.begin <= tick < rank.end:
             points.append((tick - rank.begin, dict(now)))
     points = points[:: max(1, len(points) // 4000)]
-    return [tick for tick, _ in points], [
-        [levels[name] / 2**30 for _, levels in points] for name in CONTENTS
-    ]
+    ticks = [tick for tick, _ in points]
+    return ticks, [[levels[name] / 2**30 for _, levels in points] for name in CONTENTS]

@@ -101,7 +101,9 @@ class Rank:
         for tick, each, change in self.changes():
             now += change
             if self.begin <= tick < self.end and now > best:
-                best, at, last = now, tick, each
+                best = now
+                at = tick
+                last = each
         held = [
             each for each in self.held if each.born <= at and (each.gone is None or each.gone > at)
         ]
@@ -133,10 +135,8 @@ class Rehearsal:
 
         The value is None if the memory suffices or the memory of the device is unknown.
         """
-        memory_limit, most = (
-            memory_gib(self.device),
-            max(self.ranks, key=lambda rank: rank.peak.bytes),
-        )
+        memory_limit = memory_gib(self.device)
+        most = max(self.ranks, key=lambda rank: rank.peak.bytes)
         if memory_limit is None or most.peak.bytes <= memory_limit * 2**30:
             return None
         return (
@@ -203,12 +203,16 @@ def recorded_steps(
     """
     trace, deepspeed = recorder.trace, engine.config.engine.name == "deepspeed"
     _name_parts(engine, trace)
-    (zero.follow if deepspeed else _follow)(engine, recorder)
+    if deepspeed:
+        zero.follow(engine, recorder)
+    else:
+        _follow(engine, recorder)
     peaks = [0.0] * world_size
     begin = 0
     # ZeRO-3 records the order of the modules in its first micro-batch, and compares it between the
     # ranks in the second.
-    for step in range(1, 4 if deepspeed and engine.config.engine.zero_stage == 3 else 3):
+    last_step = 3 if deepspeed and engine.config.engine.zero_stage == 3 else 2
+    for step in range(1, last_step + 1):
         gc.collect()
         begin = recorder.tick
         trace.restart()
@@ -218,7 +222,10 @@ def recorded_steps(
         )
         trace.stage = SETUP
     end = recorder.tick
-    (zero.set_holders if deepspeed else _set_holders)(engine, recorder)
+    if deepspeed:
+        zero.set_holders(engine, recorder)
+    else:
+        _set_holders(engine, recorder)
     return Rank(
         stage=0,
         rank=torch.distributed.get_rank(),

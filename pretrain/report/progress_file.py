@@ -47,7 +47,9 @@ class ProgressFile:
 
     def at(self, step: int, consumed_samples: int, checkpoint: Path | None) -> None:
         """Set the finished step and the newest complete checkpoint for the next write."""
-        self.step, self.consumed_samples, self.checkpoint = step, consumed_samples, checkpoint
+        self.step = step
+        self.consumed_samples = consumed_samples
+        self.checkpoint = checkpoint
 
     def write(self, state: str, *, signal: str | None = None, message: str | None = None) -> None:
         """Write the file with this state.

@@ -90,12 +90,13 @@ def find_slowest(
     typical = median_low(matmul)
     if len({place.replica for place in places}) == 1:
         by, rank = "matmul", max(ranks, key=lambda r: matmul[r])
-        seconds, compared, group = matmul[rank], matmul, tuple(ranks)
+        seconds = matmul[rank]
+        compared = matmul
+        group = tuple(ranks)
     else:
-        stages = {
-            place.stage: [busy[r] for r in ranks if places[r].stage == place.stage]
-            for place in places
-        }
+        stages: dict[int, list[float]] = {}
+        for place, own_seconds in zip(places, busy, strict=True):
+            stages.setdefault(place.stage, []).append(own_seconds)
         by, rank = "step", max(ranks, key=lambda r: busy[r] / median_low(stages[places[r].stage]))
         seconds, compared = busy[rank], stages[places[rank].stage]
         group = tuple(r for r in ranks if places[r].replica == places[rank].replica)
@@ -127,7 +128,9 @@ class Stragglers:
 
         ``folder``: the run directory; None on ranks that do not write.
         """
-        self.interval, self.limit, self.folder = interval, limit, folder
+        self.interval = interval
+        self.limit = limit
+        self.folder = folder
         here = RankPosition(
             host.node(),
             parallel_state.get_data_parallel_rank(),
@@ -165,10 +168,9 @@ class Stragglers:
     def _write(
         self, path: Path, step: int, seconds: dict[str, tuple[float, ...]], found: Slowest
     ) -> None:
-        line: dict[str, Any] = {
-            "step": step,
-            **{name: [float(f"{s:.4g}") for s in values] for name, values in seconds.items()},
-        }
+        line: dict[str, Any] = {"step": step}
+        for name, values in seconds.items():
+            line[name] = [float(f"{value:.4g}") for value in values]
         line["slowest"] = {
             "rank": found.rank,
             "host": found.host,

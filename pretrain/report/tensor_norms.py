@@ -89,13 +89,12 @@ class _Sums:
         torch.distributed.all_reduce(self.sums)
         if torch.distributed.get_rank():
             return {}
-        rows = zip(self.rows, self.sums.tolist(), strict=True)
-        return {
-            f"{name}/{kind}": square**0.5
-            for name, row in rows
-            for kind, (square, count) in zip(KINDS, row, strict=True)
-            if count
-        }
+        norms = {}
+        for name, row in zip(self.rows, self.sums.tolist(), strict=True):
+            for kind, (square, count) in zip(KINDS, row, strict=True):
+                if count:
+                    norms[f"{name}/{kind}"] = square**0.5
+        return norms
 
     @torch.no_grad()
     def _add(self, kind: str, parts: Iterable[Held], tensors: Iterable[Tensor | None]) -> None:
@@ -147,7 +146,5 @@ def _rows(engine: Engine) -> dict[str, int]:
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[list[str]] = [[]] * group.size()
     torch.distributed.all_gather_object(stages, mine, group=group)
-    return {
-        name: number
-        for number, name in enumerate(dict.fromkeys(name for stage in stages for name in stage))
-    }
+    names = dict.fromkeys(name for stage in stages for name in stage)
+    return {name: number for number, name in enumerate(names)}

@@ -303,14 +303,12 @@ def spoil(folder: Path, how: str) -> None:
         (folder / given).write_bytes(raw)
     elif verb == "copy":
         path.write_bytes((folder / given).read_bytes())
-    elif verb in ("cut", "write", "add"):
-        path.write_bytes(
-            raw[: -int(given)]
-            if verb == "cut"
-            else given.encode()
-            if verb == "write"
-            else raw + given.encode()
-        )
+    elif verb == "cut":
+        path.write_bytes(raw[: -int(given)])
+    elif verb == "write":
+        path.write_bytes(given.encode())
+    elif verb == "add":
+        path.write_bytes(raw + given.encode())
     elif verb == "flip":
         raw[int(given)] ^= 1
         path.write_bytes(raw)

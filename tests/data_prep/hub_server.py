@@ -100,14 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.stores:
             if "Authorization" in self.headers:
                 self.hub.strangers.append(path)
-            self.file(
-                next(
-                    data
-                    for files in self.hub.commits.values()
-                    for data in files.values()
-                    if sha256(data) == path.strip("/")
-                )
-            )
+            contents = [data for files in self.hub.commits.values() for data in files.values()]
+            self.file(next(data for data in contents if sha256(data) == path.strip("/")))
         elif match := RESOLVE.fullmatch(path):
             self.resolve(f"{match[1] or 'models/'}{match[2]}", unquote(match[3]), unquote(match[4]))
         elif match := API.fullmatch(path):
@@ -167,15 +161,12 @@ class _Handler(BaseHTTPRequestHandler):
         value: Any = {"id": name.split("/", 1)[1], "sha": found[0]}
         if what != "revision":
             entries = entries_of(found[1])
-            value = [
-                entry
-                for entry in entries
-                if (
-                    entry["path"] in paths
-                    if paths
-                    else f"/{entry['path']}".startswith(f"/{below}/" if below else "/")
-                )
-            ]
+            if paths:
+                value = [entry for entry in entries if entry["path"] in paths]
+            elif below:
+                value = [entry for entry in entries if entry["path"].startswith(f"{below}/")]
+            else:
+                value = entries
         if what == "tree" and below and not value:
             self.reply(
                 404, b"{}", X_Error_Code="EntryNotFound", X_Error_Message=f"{below} does not exist"
@@ -224,15 +215,12 @@ def git_hash(data: bytes) -> str:
 
 def entries_of(files: dict[str, bytes]) -> list[dict[str, Any]]:
     """Return every file and folder in the Hub's format."""
-    folders = sorted(
-        {
-            "/".join(name.split("/")[:depth])
-            for name in files
-            for depth in range(1, name.count("/") + 1)
-        }
-    )
+    folders = set[str]()
+    for name in files:
+        parts = name.split("/")
+        folders.update("/".join(parts[:depth]) for depth in range(1, len(parts)))
     found: list[dict[str, Any]] = [
-        {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders
+        {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)
     ]
     for path, data in files.items():
         lfs = (

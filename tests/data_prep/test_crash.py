@@ -103,7 +103,10 @@ def test_a_death_before_any_call_loses_nothing_that_was_done(
     dies a few calls later.
     """
     work(base.copied(planned, tmp_path / "whole"))
-    full, number, most, died = base.snapshot(tmp_path / "whole"), first, 0, True
+    full = base.snapshot(tmp_path / "whole")
+    number = first
+    most = 0
+    died = True
     shards = base.snapshot(base.encode_units(base.copied(planned, tmp_path / "shards")))
     while died:
         out = base.copied(planned, tmp_path / f"at-{number}")
@@ -142,7 +145,10 @@ def test_a_death_before_any_call_loses_nothing_that_was_done(
 def test_what_gets_its_final_name_is_on_the_disk_before(
     tmp_path: Path, planned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced, named, fsync, replace = set[int](), list[str](), os.fsync, os.replace
+    synced = set[int]()
+    named = list[str]()
+    fsync = os.fsync
+    replace = os.replace
 
     def syncs(descriptor: int) -> None:
         synced.add(os.fstat(descriptor).st_ino)
@@ -174,7 +180,9 @@ def test_sigkill_at_random_moments(
     """The parent, a worker, or both are killed while units are in progress, and shortly before and
     after.
     """
-    chance, out, log = random.Random(moment), tmp_path / "out", tmp_path / "log"
+    chance = random.Random(moment)
+    out = tmp_path / "out"
+    log = tmp_path / "log"
     process = base.start(*masked, LOG=str(log), DELAY="0.01")
     wanted = chance.choice([*range(0, base.UNITS, 3), base.UNITS])
     base.wait_until(lambda: len(base.entries(out)) >= wanted or process.poll() is not None)

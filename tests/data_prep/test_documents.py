@@ -117,10 +117,8 @@ def is_utf8(text: bytes) -> bool:
 
 def verdict(row: Row, settings: Settings) -> Drop | None:
     """Return the first reason that applies to a row, or None. This is the reference definition."""
-    size, language = (
-        len(row.text or b""),
-        settings.languages and row.language not in settings.languages,
-    )
+    size = len(row.text or b"")
+    language = settings.languages and row.language not in settings.languages
     holds = {
         Drop.NULL_TEXT: row.text is None,
         Drop.EMPTY_TEXT: not row.text,
@@ -163,20 +161,16 @@ RARELY = (("none", "batches"), ("one split", "batches"))
     ],
 )
 def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
-    settings, rows, random_ = (
-        SETTINGS[name],
-        fuzz(2000, seed=1, broken=0.0 if form == "all valid" else 0.15),
-        random.Random(3),
-    )
-    cuts = (
-        sorted(random_.choices(range(len(rows) + 1), k=700)) if form == "batches" else []
-    )  # some batches are empty
-    selection, found, dropped, bad = (
-        Selection(settings),
-        list[tuple[Any, ...]](),
-        Counter[Drop](),
-        list[BadRow](),
-    )
+    settings = SETTINGS[name]
+    rows = fuzz(2000, seed=1, broken=0.0 if form == "all valid" else 0.15)
+    random_ = random.Random(3)
+    cuts = []
+    if form == "batches":  # some are empty
+        cuts = sorted(random_.choices(range(len(rows) + 1), k=700))
+    selection = Selection(settings)
+    found = list[tuple[Any, ...]]()
+    dropped = Counter[Drop]()
+    bad = list[BadRow]()
     for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         full = arrow(rows, form) if form != "batches" else arrow(rows)
         documents, reasons, bads = selection.of(
@@ -195,21 +189,21 @@ def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
         dropped, bad = dropped + reasons, bad + bads
     verdicts = [verdict(row, settings) for row in rows]
     kept = [row for row, reason in zip(rows, verdicts, strict=True) if reason is None]
-    ids = [(row.text if settings.id_column == "text" else row.id) or b"" for row in kept]
+    texts = [row.text or b"" for row in kept]
+    ids = texts if settings.id_column == "text" else [row.id or b"" for row in kept]
     splits = [SPLITS.index(settings.split.of(document_id)) for document_id in ids]
     places = [row.place for row in kept]
-    assert found == list(
-        zip([(row.text or b"").decode() for row in kept], ids, splits, places, strict=True)
-    ) and 100 < len(kept) < len(rows)
+    decoded = [text.decode() for text in texts]
+    assert found == list(zip(decoded, ids, splits, places, strict=True))
+    assert 100 < len(kept) < len(rows)
     assert dropped == Counter(reason for reason in verdicts if reason) and all(dropped.values())
     expected = [
         (row.place, reason)
         for row, reason in zip(rows, verdicts, strict=True)
         if reason and not reason.requested
     ]
-    assert [(row.place, row.reason) for row in bad[:BAD_ROWS_LISTED]] == expected[
-        :BAD_ROWS_LISTED
-    ] and len(expected) > BAD_ROWS_LISTED
+    listed = [(row.place, row.reason) for row in bad[:BAD_ROWS_LISTED]]
+    assert listed == expected[:BAD_ROWS_LISTED] and len(expected) > BAD_ROWS_LISTED
     assert form == "batches" or len(bad) == BAD_ROWS_LISTED
 
 

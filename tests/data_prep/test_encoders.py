@@ -168,10 +168,8 @@ def test_gigatoken_is_exact_on_every_code_point_and_much_fuzz(made_of: Made, nam
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_in_text_are_text(made_of: Made, name: str, kind: str) -> None:
     folder = made_of(name)
-    tokenizer, encoder = (
-        Tokenizer.from_file(str(folder.path / "tokenizer.json")),
-        make(folder, kind),
-    )
+    tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
+    encoder = make(folder, kind)
     tokenizer.decoder = tokenizer.decoder or decoders.ByteLevel()
     for content in set(special_contents(folder)) - {"<unk>"}:
         for text in (content, f"a{content}b", f"a {content} b", content * 3, f"{content}\n"):
@@ -303,10 +301,9 @@ def test_windows_of_a_long_document_are_exact(
     strings = [part * (4500 // len(part)) for part in LONG] + [
         "".join(random_.choices(PARTS, k=600)) for _ in range(20)
     ]
-    strings += [
-        "".join(random_.choice(LONG) * random_.choice((1, 1, 2, 9, 40)) for _ in range(80))
-        for _ in range(30)
-    ]
+    for _ in range(30):
+        parts = [random_.choice(LONG) * random_.choice((1, 1, 2, 9, 40)) for _ in range(80)]
+        strings.append("".join(parts))
     assert lists(encoder.encode(arrow(strings))) == alone(folder, strings)
 
 
@@ -369,10 +366,8 @@ def test_unsettled_documents_are_found(composed: bool) -> None:
 
 
 def test_unsettled_documents_are_left_to_hugging_face(made_of: Made) -> None:
-    folder, strings = (
-        made_of("gpt"),
-        ["\U00011de0", "one two", "", "three \ufdd0 four", "five", "1\U00011de0234", ""],
-    )
+    folder = made_of("gpt")
+    strings = ["\U00011de0", "one two", "", "three \ufdd0 four", "five", "1\U00011de0234", ""]
     encoder = Gigatoken(folder)
     assert lists(encoder.encode(arrow(strings))) == alone(folder, strings)
     assert lists(encoder.encode(arrow(strings).slice(1, 4))) == alone(folder, strings[1:5])
@@ -454,11 +449,9 @@ def test_a_breakdown_while_encoding_is_one_line_and_one_wrong_id_is_found(
     made_of: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = made_of("gpt")
-    encoder, right, strings = (
-        Gigatoken(folder),
-        HuggingFace(folder),
-        list(battery(folder, 300, 500)),
-    )
+    encoder = Gigatoken(folder)
+    right = HuggingFace(folder)
+    strings = list(battery(folder, 300, 500))
 
     class Panicking:
         def encode_batch(self, texts: object, parallel: bool) -> None:
@@ -502,9 +495,12 @@ LocalPipelineExecutor(pipeline=steps, tasks=1, logging_dir=out + "/logs").run()
 
 def widen(entries: int) -> Callable[[Spec], object]:
     """Return a change that adds entries that no text uses, up to a number of entries."""
-    return lambda spec: spec["model"]["vocab"].update(
-        {f"[{n}]": n for n in range(len(spec["model"]["vocab"]), entries)}
-    )
+
+    def change(spec: Spec) -> None:
+        vocabulary = spec["model"]["vocab"]
+        vocabulary.update({f"[{n}]": n for n in range(len(vocabulary), entries)})
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -515,14 +511,12 @@ def test_files_are_those_of_datatrove(tmp_path: Path, style: str, kind: str, ent
     folder = write(
         tmp_path / "tokenizer", changed(gpt() if style == "gpt" else llama(), widen(entries))
     )
-    strings, special = (
-        [
-            *texts(),
-            *battery(folder, 600, 300),
-            *(text for _, text in base.make_documents(300, 60)),
-        ],
-        special_contents(folder),
-    )
+    strings = [
+        *texts(),
+        *battery(folder, 600, 300),
+        *(text for _, text in base.make_documents(300, 60)),
+    ]
+    special = special_contents(folder)
     strings = [string for string in strings if not any(content in string for content in special)]
     rows: list[str | None] = [
         *strings[:300],

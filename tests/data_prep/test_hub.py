@@ -39,11 +39,9 @@ SUBSETS = {
 }
 CONFIGS = [{"config_name": name, "data_files": files} for name, files in SUBSETS.items()]
 CARD = f"---\n{yaml.safe_dump({'configs': CONFIGS})}---\n# Card\n"
-TEN, DATA, LINES = (
-    ["sample/10/a.parquet", "sample/10/b.parquet"],
-    ["data/x/train-0.parquet"],
-    ["l/a.jsonl"],
-)
+TEN = ["sample/10/a.parquet", "sample/10/b.parquet"]
+DATA = ["data/x/train-0.parquet"]
+LINES = ["l/a.jsonl"]
 FILES = {path: parquet(seed) for seed, path in enumerate([*TEN, *DATA])}
 FILES |= {
     "README.md": CARD.encode(),

@@ -81,7 +81,9 @@ def test_weights_are_shares_of_the_training_tokens_by_default(
 def test_given_weights_are_normalised_and_what_they_mean_is_reported(
     folders: Path, tmp_path: Path
 ) -> None:
-    out, a, b = tmp_path / "blend.yaml", folders / "a", folders / "b"
+    out = tmp_path / "blend.yaml"
+    a = folders / "a"
+    b = folders / "b"
     output = base.done("blend", out, f"{a}=1", f"{b}=3", "--seq-length 64")
     section = yaml.safe_load(out.read_text())
     assert (
@@ -119,11 +121,9 @@ def test_from_text_to_a_run_on_a_blend(
     """A blend is indexed, and training uses that index. After a byte is flipped, ``--index`` fails
     with one line. After a source is prepared from other text, ``--index`` builds a second cache.
     """
-    web, books, cache = (
-        base.copied(folders / "a", tmp_path / "web"),
-        base.copied(folders / "b", tmp_path / "books"),
-        tmp_path / "cache",
-    )
+    web = base.copied(folders / "a", tmp_path / "web")
+    books = base.copied(folders / "b", tmp_path / "books")
+    cache = tmp_path / "cache"
     base.done("blend", tmp_path / "blend.yaml", f"{web}=3", f"{books}=1", "--seq-length 32")
     small = [text for text in SMALL if not text.startswith("data.")]
     settings = [

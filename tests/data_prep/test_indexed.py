@@ -90,10 +90,8 @@ def test_bytes_equal_megatrons_and_datatroves_whatever_the_batches(
 
 @pytest.mark.parametrize("dtype", [">u4", "<u4", ">i8", "<u2", "int32"])
 def test_the_type_and_byte_order_of_the_ids_do_not_show(tmp_path: Path, dtype: str) -> None:
-    ids, writer = (
-        np.array([258, 515, EOD, 1, EOD]).astype(dtype),
-        IndexedWriter(tmp_path / "a", "uint16"),
-    )
+    ids = np.array([258, 515, EOD, 1, EOD]).astype(dtype)
+    writer = IndexedWriter(tmp_path / "a", "uint16")
     writer.add(ids, np.array([3, 2]))
     writer.add(ids[:0], np.zeros(0, np.int64))
     writer.finish()

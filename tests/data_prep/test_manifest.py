@@ -8,7 +8,7 @@ import copy
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,12 @@ def test_what_is_written_comes_back_as_the_same_text_however_it_came_about(shard
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path (a tuple of keys) of each value within a JSON value."""
-    for key in (
-        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    ):
+    keys: Iterable[Any] = ()
+    if isinstance(value, dict):
+        keys = value
+    elif isinstance(value, list):
+        keys = range(len(value))
+    for key in keys:
         yield (*above, key)
         yield from places(value[key], (*above, key))
 
@@ -126,8 +129,7 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(
     read, path = READ[name], shards / name
     raw, value = path.read_bytes(), json.loads(path.read_bytes())
     spoilt: list[tuple[bytes, tuple[Any, ...]]] = [
-        (raw[:size], ()) for size in range(0, len(raw) - 2, 13)
-    ] + [
+        *((raw[:size], ()) for size in range(0, len(raw) - 2, 13)),
         (b"[" * 100_000, ()),
         (b"\xff" + raw, ()),
         (b"7", ()),
@@ -146,14 +148,8 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(
             (json.dumps({**value, "more": 1}).encode(), place),
         ]
         if name == "plan.json" and isinstance(old, str | int):
-            spoilt.append(
-                (
-                    json.dumps(
-                        changed(value, place, [old + "x" if isinstance(old, str) else old + 1])
-                    ).encode(),
-                    place,
-                )
-            )
+            new = old + "x" if isinstance(old, str) else old + 1
+            spoilt.append((json.dumps(changed(value, place, [new])).encode(), place))
     taken, report = set[str](), list[str]()
     for content, place in spoilt:
         path.write_bytes(content)

@@ -111,10 +111,8 @@ def test_rows_of_jsonl_are_estimated(tmp_path: Path, packed: bool) -> None:
         json.dumps({"id": name, "text": text, "n": 1, "tags": []}) + "\n"
         for name, text in documents
     ).encode()
-    file, total = (
-        tmp_path / ("a.jsonl.gz" if packed else "a.jsonl"),
-        sum(len(text.encode()) for _, text in documents),
-    )
+    file = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    total = sum(len(text.encode()) for _, text in documents)
     file.write_bytes(gzip.compress(content) if packed else content)
     found = report("inspect", file, f"--sample-mb {total / 5e6}")
     assert found["files"]["rows"] is None and found["files"]["kinds"] == {
@@ -291,7 +289,9 @@ def of(values: npt.NDArray[np.int32]) -> Lengths:
 @pytest.mark.parametrize("case", LENGTHS)
 def test_figures_are_numpys(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.array(LENGTHS[case], dtype=np.int32)
-    lengths, long, half = of(values), np.sort(values.astype(np.int64)), len(values) // 2
+    lengths = of(values)
+    long = np.sort(values.astype(np.int64))
+    half = len(values) // 2
     assert lengths.total == len(values) and lengths.tokens == int(long.sum())
     assert np.repeat(lengths.values, lengths.documents).tolist() == long.tolist()
     for share in (0.001, 0.05, 0.25, 0.5, 0.9, 0.999, 1.0):

@@ -160,10 +160,8 @@ def test_workers_and_the_size_of_units_do_not_change_a_byte(
 def test_tasks_one_after_the_other_do_not_change_a_byte(
     tmp_path: Path, many: Path, tokenizer: Path, many_made: Path
 ) -> None:
-    out, tasks = (
-        base.plan_folder(tmp_path / "out", [many], tokenizer, base.SMALL_UNITS),
-        [2, 0, 1],
-    )
+    out = base.plan_folder(tmp_path / "out", [many], tokenizer, base.SMALL_UNITS)
+    tasks = [2, 0, 1]
     for done, task in enumerate(tasks, 1):
         command = ("run", f"--out {out} --task-id {task} --tasks 3 --workers 1", base.HF)
         base.done(*command)

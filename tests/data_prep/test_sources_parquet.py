@@ -64,10 +64,8 @@ def test_text_and_id_of_every_type_are_read_as_bytes(
     tmp_path: Path, kind: pa.DataType, stored: bool
 ) -> None:
     """Integers, which only ids may be, are read as their digits."""
-    plain, texts = (
-        kind.value_type if pa.types.is_dictionary(kind) else kind,
-        ["a", None, "", "東京 🙂", "a", "b" * 1000],
-    )
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    texts = ["a", None, "", "東京 🙂", "a", "b" * 1000]
     numbers = [0, 7, None, 2**64 - 1 if kind == pa.uint64() else 127, 7, 1]
     values: list[Any] = (numbers if pa.types.is_integer(plain) else texts) * 50
     array = (
@@ -331,9 +329,8 @@ def test_held_is_the_most_that_a_run_of_rows_touches(seed: int) -> None:
             set(page_of_row[start : start + window])
             for start in range(max(1, len(page_of_row) - window + 1))
         ]
-        assert Pages(rows, sizes, 0).held(window) == max(
-            sum(sizes[page] for page in run) for run in runs
-        )
+        held = [sum(sizes[page] for page in run) for run in runs]
+        assert Pages(rows, sizes, 0).held(window) == max(held)
         assert Pages(rows, sizes, 1000).held(window) == max(
             Pages(rows, sizes, 0).held(window), 1000 * window
         )
@@ -352,20 +349,14 @@ def test_a_page_above_the_limit_is_not_read(
     assert fault.message.endswith(
         "(it has a page of 5 MiB, the limit is 5; write it with smaller pages)"
     )
-    assert (
-        len(
-            read_all(
-                opened(
-                    tmp_path / "x.parquet",
-                    table,
-                    use_dictionary=False,
-                    compression="zstd",
-                    write_batch_size=10,
-                )
-            )
-        )
-        == 60
+    file = opened(
+        tmp_path / "x.parquet",
+        table,
+        use_dictionary=False,
+        compression="zstd",
+        write_batch_size=10,
     )
+    assert len(read_all(file)) == 60
 
 
 # --- bounded memory for all sizes of row groups, values, dictionaries, pages and lines ------------
@@ -495,10 +486,8 @@ def test_large_input_is_not_held(tmp_path: Path, name: str) -> None:
 
 def test_want_of_memory_is_no_damage(tmp_path: Path) -> None:
     """With a limited address space, the result is the rows or MemoryError."""
-    line, window = (
-        b'{"text": "a", "id": "1"}\n',
-        17 << 3,
-    )  # 128 MiB, which zstd reports as missing in an error of a general type
+    line = b'{"text": "a", "id": "1"}\n'
+    window = 17 << 3  # 128 MiB, which zstd reports as missing in an error of a general type
     block = (len(line) << 3 | 1).to_bytes(3, "little") + line
     (tmp_path / "x.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0" + bytes([window]) + block)
     for path, enough, rows in (

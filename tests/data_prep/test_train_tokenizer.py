@@ -88,11 +88,9 @@ def test_every_text_comes_back_and_transformers_agrees(trained: tuple[str, Path]
     from transformers import AutoTokenizer
 
     (style, folder), most = trained, 300
-    tokenizer, loaded, facts = (
-        plain(folder),
-        AutoTokenizer.from_pretrained(folder),
-        load_folder(folder),
-    )
+    tokenizer = plain(folder)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    facts = load_folder(folder)
     others = "   a¦ ¦\n¦a ¦¦ \x00¦</s>¦<|endoftext|>¦<s>".split("¦")
     strings = [*FRAGMENTS, *fuzz(3000), *others, CODE]
     for string in strings:
@@ -129,10 +127,8 @@ def test_llamas_layout(tmp_path: Path, mixed: list[tuple[str, str]]) -> None:
         "type": "Sequence",
         "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace],
     }
-    back, strip = (
-        replace | {"pattern": {"String": "▁"}, "content": " "},
-        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-    )
+    back = replace | {"pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     assert spec["decoder"] == {
         "type": "Sequence",
         "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
@@ -255,10 +251,8 @@ def test_filters_and_drops_are_those_of_run(tmp_path: Path) -> None:
         result.returncode == 0
         and "left out: 1 empty_text, 1 malformed, 1 below_min_score" in result.stderr
     )
-    made, vocabulary = (
-        json.loads((tmp_path / "t" / "training.json").read_text()),
-        plain(tmp_path / "t").get_vocab(),
-    )
+    made = json.loads((tmp_path / "t" / "training.json").read_text())
+    vocabulary = plain(tmp_path / "t").get_vocab()
     assert (
         (made["documents"], made["text_bytes"]) == (1, 150)
         and "good" in vocabulary

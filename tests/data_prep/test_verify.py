@@ -207,23 +207,21 @@ def test_a_sample_of_everything_is_everything_in_place(tmp_path: Path) -> None:
     tokenizer = Tokenizer(
         models.WordLevel({"<eod>": 0, **{f"w{i}": i + 1 for i in range(50)}}, unk_token="<eod>")
     )
-    tokenizer.pre_tokenizer, tokenizer.normalizer = (
-        pre_tokenizers.WhitespaceSplit(),
-        normalizers.Strip(),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.normalizer = normalizers.Strip()
     (tmp_path / "tokenizer").mkdir()
     tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": {"content": "<eod>"}})
     )
-    texts = [
-        "   "
-        if i % 7 == 3
-        else f"w{i % 50} unknown"
-        if i % 11 == 4
-        else f"w{i % 50} w1 " * (1 + i % 3)
-        for i in range(150)
-    ]
+    texts = []
+    for i in range(150):
+        if i % 7 == 3:
+            texts.append("   ")
+        elif i % 11 == 4:
+            texts.append(f"w{i % 50} unknown")
+        else:
+            texts.append(f"w{i % 50} w1 " * (1 + i % 3))
     file = base.write_parquet(
         tmp_path / "a.parquet", [(f"d{i}", text) for i, text in enumerate(texts)], row_group_size=40
     )

@@ -112,11 +112,11 @@ def _flow(tree: dict[str, Any]) -> str:
 
 def job(root: Path, profile: Profile, **changes: Any) -> Job:
     """Return a job of two nodes whose supervisor is ``root/recorder``."""
-    directory, python, ranks = str(root / "run"), str(root / "recorder"), profile.processes_per_node
-    place, items = (
-        (directory, str(root), f"{directory}/launch/code", python),
-        (Item(directory, ("-m", "pretrain", "c.yaml"), "job"),),
-    )
+    directory = str(root / "run")
+    python = str(root / "recorder")
+    ranks = profile.processes_per_node
+    place = (directory, str(root), f"{directory}/launch/code", python)
+    items = (Item(directory, ("-m", "pretrain", "c.yaml"), "job"),)
     made = replace(
         Job("job", "run", *place, 2, ranks, True, items, profile.as_json(), "profile.yaml"),
         **changes,
@@ -147,7 +147,9 @@ def recorder(root: Path) -> Path:
 def recorded(path: Path) -> tuple[list[str], str, dict[str, str]]:
     """Return (arguments, working directory, environment) that the recorder wrote."""
     count, *rest = path.read_bytes().decode("utf-8").split("\0")[:-1]
-    words, folder, environment = rest[: int(count)], rest[int(count)], rest[int(count) + 1 :]
+    words = rest[: int(count)]
+    folder = rest[int(count)]
+    environment = rest[int(count) + 1 :]
     return words, folder, dict(line.split("=", 1) for line in environment)
 
 

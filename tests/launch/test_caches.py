@@ -37,10 +37,8 @@ def test_compiled_kernels_are_kept_on_the_node(keep: Keep, tmp_path: Path) -> No
         keep(*SHOW, SLURM_JOB_ID=job, LOCAL_RANK=rank, **own)
         for job, rank in (("11", "0"), ("12", "1"))
     )
-    mine, local = (
-        keep(*SHOW, TRITON_CACHE_DIR="/mine", **own),
-        keep(*SHOW, TRITON_HOME="/home", **own),
-    )
+    mine = keep(*SHOW, TRITON_CACHE_DIR="/mine", **own)
+    local = keep(*SHOW, TRITON_HOME="/home", **own)
     assert [kept.wait() for kept in (one, two, mine, local)] == [0] * 4
     parent = tmp_path / f"launch_caches_{os.geteuid()}"
     (output,) = texts(one.log)

@@ -30,10 +30,8 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
 def test_a_killed_rank_leaves_no_trace_in_the_losses(
     tmp_path: Path, tiny_data: Path, ranks: int
 ) -> None:
-    reference, run = (
-        Training(tmp_path / "reference", tiny_data),
-        Training(tmp_path / "here", tiny_data),
-    )
+    reference = Training(tmp_path / "reference", tiny_data)
+    run = Training(tmp_path / "here", tiny_data)
     finished(ranks, reference.words, tmp_path / "ranks")
     assert sorted(reference.losses) == list(range(1, STEPS + 1))
     process = run.local(processes=ranks)

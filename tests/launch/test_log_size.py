@@ -63,7 +63,9 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_continue(
         chance, path = random.Random(seed), tmp_path / f"{seed}.log"
         source = Source(path, "a")
         scribe, (always, seldom, late) = scribe_of(path), (Tail(source) for _ in range(3))
-        seen, followed, joined = list[Line](), list[Line](), list[Line]()
+        seen = list[Line]()
+        followed = list[Line]()
+        joined = list[Line]()
         output = [f"line {number} {'x' * chance.randrange(150)}" for number in range(500)]
         data = "".join(f"{text}\n" for text in output).encode()
         half = len(data) // 2
@@ -112,7 +114,9 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_continue(
 
 
 def test_a_log_that_a_person_truncated_or_made_private_stays_so(path: Path) -> None:
-    scribe, tail, got = scribe_of(path), Tail(Source(path, "a")), list[Line]()
+    scribe = scribe_of(path)
+    tail = Tail(Source(path, "a"))
+    got = list[Line]()
     for number in range(1000):
         if number == 250:
             os.truncate(path, 0)

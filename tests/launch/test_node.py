@@ -300,7 +300,9 @@ def test_recent_errors_of_the_driver_are_faults_where_the_hardware_is_broken(
 def test_folders_that_cannot_be_written_or_are_full_are_faults_and_nothing_is_left_in_them(
     tmp_path: Path,
 ) -> None:
-    good, odd, missing = tmp_path / "good", tmp_path / "a $(touch x) 'b'", tmp_path / "missing"
+    good = tmp_path / "good"
+    odd = tmp_path / "a $(touch x) 'b'"
+    missing = tmp_path / "missing"
     for path in (good, odd):
         path.mkdir()
     profile = {"paths": {"shared": [str(good), str(odd), str(missing)]}}

@@ -249,10 +249,8 @@ def test_a_check_that_srun_cannot_start_is_no_nodes_fault(
         "srun",
         'echo "srun: error: Unable to create step for job 7: Invalid credential" >&2; exit 1',
     )
-    place, attempt = (
-        SlurmPlace({"SLURM_JOB_ID": "7"}),
-        here(tmp_path, health={"timeout_seconds": 20}),
-    )
+    place = SlurmPlace({"SLURM_JOB_ID": "7"})
+    attempt = here(tmp_path, health={"timeout_seconds": 20})
     with pytest.raises(PlaceError, match="the nodes cannot be checked: srun: .*Invalid credential"):
         place.check_nodes(attempt)
     write_json(

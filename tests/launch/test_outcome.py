@@ -54,10 +54,8 @@ ABORT = (
     "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 3]"
     f" {WATCHDOG}\nFatal Python error: Aborted\n"
 )
-SEGV, XID = (
-    "Fatal Python error: Segmentation fault",
-    "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
-)
+SEGV = "Fatal Python error: Segmentation fault"
+XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 LOGS: list[tuple[str, str | None, str | None]] = [
     ("step 1\n" + trace("ValueError: boo") + "\ngoodbye", None, "ValueError: boo"),
     (trace("ValueError: boo", "[rank3]: "), None, "ValueError: boo"),

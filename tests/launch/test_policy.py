@@ -70,12 +70,10 @@ def oom(host: str, step: int = 7, limit: str = "300 MiB", **end: Any) -> End:
     )
 
 
-NCCL, SAVED, KEPT, BUSY = (
-    failed("Watchdog", kind="nccl", stepped=False),
-    End("saved", time=1.0),
-    End("saved", progress=True),
-    End("busy"),
-)
+NCCL = failed("Watchdog", kind="nccl", stepped=False)
+SAVED = End("saved", time=1.0)
+KEPT = End("saved", progress=True)
+BUSY = End("busy")
 QUEUE, HERE = Situation(can_requeue=True, nodes=4), Situation()
 ENDING, HERE_ENDING = replace(QUEUE, ending=True), replace(HERE, ending=True)
 PLACE = failed("srun", kind="place", step=None, host=None)
@@ -176,11 +174,9 @@ def an_end(draw: random.Random) -> End:
     failure = None
     if outcome in FAILED:
         kind = draw.choice([kind for kind in KINDS if kind not in ("config", "diverged")])
-        message, host, step = (
-            draw.choice(("a", "b", f"c {draw.random()}")),
-            draw.choice((None, *NODES)),
-            draw.choice((None, 3, 4)),
-        )
+        message = draw.choice(("a", "b", f"c {draw.random()}"))
+        host = draw.choice((None, *NODES))
+        step = draw.choice((None, 3, 4))
         failure = Failure(
             kind, message, 0, host, step, draw.choice((1, 2, 75, 130, *range(126, 160)))
         )
@@ -304,7 +300,9 @@ def test_a_directory_that_stays_in_use_is_a_failure_in_the_end(spread: float, fr
 
 
 def test_what_is_counted() -> None:
-    again, other, away = failed("same"), failed("other"), End("misplaced")
+    again = failed("same")
+    other = failed("other")
+    away = End("misplaced")
     assert (
         repetitions([again, End("saved"), BUSY, again]) == 2
         and repetitions([again, other, again]) == 1

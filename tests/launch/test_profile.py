@@ -63,10 +63,14 @@ def test_the_generic_profile_shows_every_key_with_its_default() -> None:
     # A comment or an example shows another value for these keys.
     other = {"nodes.gpus", "nodes.cpus", "environment"}
     for key, item in KEYS:
-        shown, default, value = tree, Profile(), profile
+        shown = tree
+        default = Profile()
+        value = profile
         for name in key.split("."):
             assert name in shown, f"{key} is not shown"
-            shown, default, value = shown[name], getattr(default, name), getattr(value, name)
+            shown = shown[name]
+            default = getattr(default, name)
+            value = getattr(value, name)
         assert (value == default or key in other) and len(spec(item).doc) >= 10, key
 
 

@@ -129,6 +129,12 @@ def test_the_keeper_ends_as_the_command_does(keep: Keep, tmp_path: Path) -> None
     ends = {f"exit {code}": code for code in (0, 1, 2, 75)}
     ends |= {"kill -KILL $$": 137, "kill -TERM $$": 143, "kill -INT $$": 130}
     ends["kill -40 $$"] = 168  # a real-time signal, for which Python has no name
+    signals = {
+        "kill -KILL $$": "SIGKILL",
+        "kill -TERM $$": "SIGTERM",
+        "kill -INT $$": "SIGINT",
+        "kill -40 $$": "signal 40",
+    }
     kept = {end: keep("bash", "-c", end) for end in ends}
     (tmp_path / "data").write_text("not a program")
     missing, data = keep("/nowhere/python", "x"), keep(str(tmp_path / "data"), "x")
@@ -137,9 +143,7 @@ def test_the_keeper_ends_as_the_command_does(keep: Keep, tmp_path: Path) -> None
         record = one.record
         assert (record["rank"], record["local_rank"]) == (3, 1), end
         assert (record["exit"], record["told"]) == (ends[end], {}), end
-        assert record["signal"] == (
-            "signal 40" if "40" in end else f"SIG{end.split()[1][1:]}" if "kill" in end else None
-        )
+        assert record["signal"] == signals.get(end)
         assert record["kind"] == {0: None, 2: "config", 75: "busy", 1: "exit"}.get(
             ends[end], "signal"
         )

@@ -451,12 +451,10 @@ def test_merged_lines_are_all_lines_by_time_and_tails_are_their_end(tmp_path: Pa
             (THEN + n / 8, chance.randrange(4), f"{n} {'long ' * chance.choice((0, 1, 20_000))}é")
             for n in range(60)
         ]
-        logs = [
-            write_log(
-                tmp_path / f"{seed}{who}.log", *((at, text) for at, by, text in spoken if by == who)
-            )
-            for who in range(4)
-        ]
+        logs = []
+        for who in range(4):
+            own = [(at, text) for at, by, text in spoken if by == who]
+            logs.append(write_log(tmp_path / f"{seed}{who}.log", *own))
         sources = [Source(log, str(who)) for who, log in enumerate(logs)]
         assert [(line.time, int(line.label), line.text) for line in merged(sources)] == spoken
         for count in (1, 3, 1000):

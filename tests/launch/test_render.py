@@ -58,7 +58,9 @@ def as_sbatch_reads(line: str) -> str:
     """Parse a word of a #SBATCH line by sbatch's rules: a backslash always escapes, both kinds of
     quotes, # ends the line.
     """
-    word, quote, position = "", "", 0
+    word = ""
+    quote = ""
+    position = 0
     while position < len(line):
         character = line[position]
         if character == "\\":
@@ -327,7 +329,9 @@ def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(
     profile = given(root, text)
     job = hostile.job(root, profile, **({folder: f"{root}/gone"} if folder else {}))
     shutil.rmtree(root / "gone", ignore_errors=True)
-    script, calls, slurm = render(job), root / "calls", scontrol(root)
+    script = render(job)
+    calls = root / "calls"
+    slurm = scontrol(root)
     task = {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "0"}
     for more, name in (({}, "12"), (task, "11_0")):
         done = run(script, root, **slurm, **more)

@@ -204,10 +204,8 @@ def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
 
 
 def test_finished_and_stopped() -> None:
-    request, again = (
-        command("data_prep", "status", "a"),
-        command("data_prep", "status", "a", update=True),
-    )
+    request = command("data_prep", "status", "a")
+    again = command("data_prep", "status", "a", update=True)
     job = prepare(request)
     finish(job, 0)
     assert settle(wanted(request), update=False).ready == ()
@@ -447,13 +445,14 @@ def test_dependencies_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
         "12_1": slurm.QueueState("FAILED"),
         "12": slurm.QueueState("FAILED"),
     }
-    monkeypatch.setattr(
-        slurm,
-        "queue",
-        lambda ids: {
-            job: ended[job] for job in ended if job == ids[0] or job.startswith(f"{ids[0]}_")
-        },
-    )
+
+    def queue(ids: list[str]) -> dict[str, slurm.QueueState]:
+        prefix = f"{ids[0]}_"
+        return {
+            job: state for job, state in ended.items() if job == ids[0] or job.startswith(prefix)
+        }
+
+    monkeypatch.setattr(slurm, "queue", queue)
     assert dependency(["aftercorr:12"]) == "aftercorr:12"
     for word in ("afterok:12", "aftercorr:12_1"):
         with pytest.raises(

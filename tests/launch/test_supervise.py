@@ -430,7 +430,9 @@ def test_only_closed_attempts_own_files_are_removed(
     """Links are removed, not followed; a file that cannot be removed is reported and tried again,
     without ending the run.
     """
-    outside, item, output = tmp_path / "outside", tmp_path / "item", list[str]()
+    outside = tmp_path / "outside"
+    item = tmp_path / "item"
+    output = list[str]()
     folders = {
         number: make_attempt(item, number, 1.7e9, ended=1.7e9 + 9, outcome="failed", **FIELDS)
         for number in range(1, 36)

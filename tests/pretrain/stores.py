@@ -81,7 +81,9 @@ class Store:
     """A bucket, the proxy in front of it, and the client's environment variables."""
 
     def __init__(self, server: int, name: str) -> None:
-        self.name, self.url, self.proxy = name, f"s3://{name}/run", Proxy(server)
+        self.name = name
+        self.url = f"s3://{name}/run"
+        self.proxy = Proxy(server)
         self.proxy.start()
         self.client = boto3.client(
             "s3",

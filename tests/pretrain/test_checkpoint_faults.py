@@ -303,7 +303,9 @@ def test_training_continues_over_a_save_that_fails(
     the last save or of one at a signal.
     """
     pretrain(*QUIET, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_whole")
-    saves, fails, alerts = Trainer._save, {6, 8, 10}, list[str]()
+    saves = Trainer._save
+    fails = {6, 8, 10}
+    alerts = list[str]()
     monkeypatch.setattr(
         Console, "on_alert", lambda ours, title, text: alerts.append(f"{title}: {text}")
     )

@@ -80,10 +80,8 @@ def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_pa
     train = build(settings, tmp_path, 40)
     end = int(train[0]["tokens"][10])  # any id can serve as the end of a document in this test
     cpu, requested = torch.device("cpu"), DataConfig(documents="separate", eod_loss=False)
-    plain, separate = (
-        batches(train, 0, 4, cpu),
-        batches(train, 0, 4, cpu, ends=Ends.of(requested, end)),
-    )
+    plain = batches(train, 0, 4, cpu)
+    separate = batches(train, 0, 4, cpu, ends=Ends.of(requested, end))
     for _ in range(3):
         wanted, batch = next(plain), next(separate)
         context = batch.pop("context")
@@ -123,7 +121,9 @@ def test_a_plan_by_documents_is_the_count_over_training_s_samples(
     words = [*settings, blend, "data.valid=[]", "data.documents=separate"]
     prepared = prepare(load_run(DEMO, words), 1)
     plan = make_plan(prepared.config, 1, prepared.facts)
-    samples, block, count = 1200, plan.config.model.blocks()[0], 0.0
+    samples = 1200
+    block = plan.config.model.blocks()[0]
+    count = 0.0
     stream = batches(
         build(words, tmp_path / "index", samples),
         0,

@@ -217,9 +217,12 @@ def _observe(engine: Any) -> dict[str, Any]:
     # Change one number of the loss: all gradients are finite until this rank makes them infinite or
     # NaN.
     forward = engine._forward
-    engine._forward = lambda batch: (
-        lambda total, tokens: (total + (math.inf - total.detach()), tokens)
-    )(*forward(batch))
+
+    def infinite(batch: Any) -> Any:
+        total, tokens = forward(batch)
+        return total + (math.inf - total.detach()), tokens
+
+    engine._forward = infinite
     skipped.append(step(24))
     engine._forward = forward
     untouched = untouched and same(before, _tensors(engine))

@@ -154,7 +154,9 @@ class Run:
     def __init__(
         self, folder: Path, line: str, monkeypatch: pytest.MonkeyPatch, **settings: Any
     ) -> None:
-        self.folder, self.events, self.received = folder, EventLog(), list[int]()
+        self.folder = folder
+        self.events = EventLog()
+        self.received = list[int]()
         self.store: Any = SimpleNamespace(folder=folder / "checkpoints", last=None, in_use=set())
         self.settings = EvaluateConfig(**{"interval": 10, **settings})
         self.line = line

@@ -35,7 +35,9 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(
     """Holds after a kill in the decay and after further training of the trunk; the checkpoint of
     the fork is kept.
     """
-    trunk, straight, decay = pretrain.run_dir, tmp_path / "straight", tmp_path / "decay"
+    trunk = pretrain.run_dir
+    straight = tmp_path / "straight"
+    decay = tmp_path / "decay"
     base = (*WSD, f"engine.name={engine}")
     pretrain(*base, "train.steps=10", f"run_dir={straight}")
     pretrain(*base, "checkpoint.keep_last=1", "checkpoint.keep=[4,6]")
@@ -97,7 +99,9 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     and resumes bit for bit.
     """
     pretrain("train.steps=4", *QUIET)
-    new, fresh, last = tmp_path / "new", tmp_path / "fresh", tmp_path / "last"
+    new = tmp_path / "new"
+    fresh = tmp_path / "fresh"
+    last = tmp_path / "last"
     other = ("data.seq_length=64", "train.global_batch_size=6", *QUIET)
     full = (
         *other,
@@ -189,7 +193,9 @@ def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wordi
     pretrain("train.steps=4", *QUIET)
     long = ("data.seq_length=64", "train.steps=6", "optimizer.warmup_steps=0", *QUIET)
     yarn = "model.rope_scaling={kind: yarn, factor: 2, original_length: 32}"
-    new, loaded, plain = tmp_path / "new", tmp_path / "loaded", tmp_path / "plain"
+    new = tmp_path / "new"
+    loaded = tmp_path / "loaded"
+    plain = tmp_path / "plain"
     pretrain.fork(pretrain.run_dir, new, *long, yarn)
     wording(
         "\n".join(line for line in pretrain.out.splitlines() if line.startswith("different from"))
@@ -208,7 +214,9 @@ def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wordi
 
 def test_what_is_no_fork_is_refused(pretrain: Command, tmp_path: Path, wording: Wording) -> None:
     pretrain("train.steps=4", *QUIET)
-    run, new, merged = pretrain.run_dir, tmp_path / "new", tmp_path / "merged"
+    run = pretrain.run_dir
+    new = tmp_path / "new"
+    merged = tmp_path / "merged"
     assert checkpoint(["merge", str(run), "--out", str(merged)]) == 0
     for parent, out, *overrides in (
         (run, new),

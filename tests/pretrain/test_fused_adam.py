@@ -115,7 +115,9 @@ def test_an_element_s_update_does_not_depend_on_where_a_tensor_is_cut() -> None:
     ranks (param_and_grad_buffer.py:654 and 665, 0.16.1). torch's CPU kernel rounds the last numel %
     16 elements differently.
     """
-    size, piece, steps = 4099, 16, 20
+    size = 4099
+    piece = 16
+    steps = 20
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(size, generator=generator)
     gradients = torch.randn(steps, size, generator=generator)

@@ -249,7 +249,9 @@ class Run(Command):
     """`conftest.Command` on a separate small data folder."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.data, self.cache = folder, folder / "data", folder / "cache"
+        self.folder = folder
+        self.data = folder / "data"
+        self.cache = folder / "cache"
         data = [f"data.{split}.0.prefix={self.data / split}" for split in ("train", "valid")]
         super().__init__(
             [
@@ -349,15 +351,8 @@ def late_reader(arguments: list[str]) -> int:
 
 
 def test_a_rank_that_reads_late_finds_the_files_where_they_were_built(run: Run) -> None:
-    assert (
-        answer(
-            2,
-            late_reader,
-            [DEMO, *run.settings, "train.steps=1", "optimizer.warmup_steps=0"],
-            output=run.folder / "out",
-        )
-        == 0
-    )
+    arguments = [DEMO, *run.settings, "train.steps=1", "optimizer.warmup_steps=0"]
+    assert answer(2, late_reader, arguments, output=run.folder / "out") == 0
     assert len(run.built()) == 1
 
 

@@ -24,7 +24,10 @@ def wandb_records(file: Path) -> list[Any]:
     """
     # Importing it takes a second, because it creates its classes at import.
     messages: Any = import_module("wandb.proto.wandb_internal_pb2")
-    data, at, full, found = file.read_bytes(), 7, b"", []
+    data = file.read_bytes()
+    at = 7
+    full = b""
+    found = []
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
             at += left
@@ -41,14 +44,20 @@ def history(file: Path, name: str) -> list[tuple[int, int, float]]:
     """Return wandb's own step, the metric ``step`` and the value for each row that contains the
     value.
     """
-    rows = [
-        {
+    found = []
+    for record in wandb_records(file):
+        row = {
             item.key or item.nested_key[0]: json.loads(item.value_json)
             for item in record.history.item
         }
-        for record in wandb_records(file)
-    ]
-    return [(row["_step"], row["step"], row[name]) for row in rows if name in row]
+        if name in row:
+            found.append((row["_step"], row["step"], row[name]))
+    return found
+
+
+def run_of(file: Path) -> Any:
+    """Return wandb's record of the run."""
+    return next(record.run for record in wandb_records(file) if record.HasField("run"))
 
 
 def test_curves_continue_after_a_rewind_and_a_resume(
@@ -105,14 +114,10 @@ def test_curves_continue_after_a_rewind_and_a_resume(
 
     files = sorted(pretrain.run_dir.glob("wandb/offline-run-*/*.wandb"))
     logged = [history(file, "loss") for file in files]
-    assert [[row[1:] for row in rows] for rows in logged] == [report[:11], report[11:]], (
-        "nothing is dropped"
-    )
+    steps_and_losses = [[row[1:] for row in rows] for rows in logged]
+    assert steps_and_losses == [report[:11], report[11:]], "nothing is dropped"
     assert all(rows == sorted(rows) for rows in logged), "wandb's own step only grows"
-    first, second = (
-        next(record.run for record in wandb_records(file) if record.HasField("run"))
-        for file in files
-    )
+    first, second = map(run_of, files)
     assert first.run_id == second.run_id == (pretrain.run_dir / "wandb_id").read_text()
     assert (first.entity, first.run_group, first.job_type, [*first.tags]) == (
         "us",

@@ -135,10 +135,10 @@ def kept_bytes(config: RunConfig) -> float:
     tokens = torch.randint(config.model.vocab_size or 1, (SEQUENCES, LENGTH))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
         loss = model(tokens, torch.arange(LENGTH).expand_as(tokens), None, labels=tokens)
-    storages = {
-        storage.data_ptr(): storage.nbytes()
-        for storage in (held.tensor.untyped_storage() for held in kept)
-    }
+    storages = dict[int, int]()  # bytes of each storage by its address
+    for held in kept:
+        storage = held.tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
     assert loss.requires_grad
     sent = sum(one.host.nbytes for one in gc.get_objects() if isinstance(one, Sent))
     here = sum(size for pointer, size in storages.items() if pointer not in own)

@@ -106,7 +106,10 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
 
     Each attempt continues from the newest complete checkpoint of both sides, and reports it.
     """
-    store, dice, sending, output = entered, random.Random(20), threading.Event(), ""
+    store = entered
+    dice = random.Random(20)
+    sending = threading.Event()
+    output = ""
     settings = [*data_of(tiny_data), *SMALL, "train.steps=300"]
     mirrored = [
         f"run_dir={tmp_path / 'run'}",

@@ -41,7 +41,9 @@ def forget(mirror: Path) -> None:
 
 
 def test_other_runs_are_refused_and_a_lost_one_continues(pretrain: Command, tmp_path: Path) -> None:
-    run, other, mirror = pretrain.run_dir, tmp_path / "other", tmp_path / "demo"
+    run = pretrain.run_dir
+    other = tmp_path / "other"
+    mirror = tmp_path / "demo"
     mirrored = (*SHORT, f"checkpoint.mirror={mirror}")
     elsewhere = (*SHORT, f"checkpoint.mirror={tmp_path}/{{name}}", f"run_dir={other}")
 

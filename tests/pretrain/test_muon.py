@@ -225,29 +225,13 @@ def test_the_plain_optimizer_s_checkpoint_becomes_the_distributed_one_s(
 
     pretrain(MUON, *PLAIN)
     wanted, step = losses(pretrain.run_dir), pretrain.checkpoints / "step_00000004"
-    assert (
-        main(["convert", str(step), "--engine", "megatron", "--out", str(tmp_path / "split")]) == 0
-    )
-    pretrain(MUON, f"run_dir={tmp_path / 'split'}")
+    split, back = tmp_path / "split", tmp_path / "back"
+    assert main(["convert", str(step), "--engine", "megatron", "--out", str(split)]) == 0
+    pretrain(MUON, f"run_dir={split}")
     # 1e-6: the sum of the norm in a different order.
-    assert losses(tmp_path / "split") == {
-        step: pytest.approx(wanted[step], rel=1e-6) for step in range(5, 13)
-    }
-    back = tmp_path / "back"
-    assert (
-        main(
-            [
-                "convert",
-                str(tmp_path / "split"),
-                "--engine",
-                "megatron",
-                "--plain-optimizer",
-                "--out",
-                str(back),
-            ]
-        )
-        == 0
-    )
+    assert losses(split) == {step: pytest.approx(wanted[step], rel=1e-6) for step in range(5, 13)}
+    words = ["--engine", "megatron", "--plain-optimizer", "--out", str(back)]
+    assert main(["convert", str(split), *words]) == 0
     assert "resumed" in pretrain(MUON, *PLAIN, f"run_dir={back}", "train.steps=13")
 
 

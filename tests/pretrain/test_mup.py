@@ -61,12 +61,14 @@ def test_groups_learn_and_decay_by_their_powers(settings: list[str], base: int, 
     ) as engine:
         wanted: dict[tuple[float, float], int] = {}
         for name, weight in engine.models[0].named_parameters():
-            power = {
+            powers = {
                 "p": -1.0 if "mixer" in name else -0.5,
                 "u": -0.5 if "mixer" in name else 0.0,
                 "v": -1.0,
                 "diagonal": -1.0,
-            }.get(name.rpartition(".")[2], 0.0 if weight.ndim == 1 or "embedding" in name else -1.0)
+            }
+            other = 0.0 if weight.ndim == 1 or "embedding" in name else -1.0
+            power = powers.get(name.rpartition(".")[2], other)
             key = (m**power, m**-power if weight.ndim > 1 else 0.0)
             wanted[key] = wanted.get(key, 0) + weight.numel()
         assert groups(engine) == wanted and len(wanted) == 6

@@ -33,7 +33,9 @@ class Blend:
         weights: list[float],
         dice: random.Random,
     ) -> None:
-        self.folder, first, sources = folder, 0, []
+        self.folder = folder
+        first = 0
+        sources = []
         folder.mkdir()
         for number, (count, weight) in enumerate(zip(tokens, weights, strict=True)):
             cuts = sorted(

@@ -201,7 +201,9 @@ def test_samples_are_their_pieces_and_padding_is_a_document_of_its_own(tmp_path:
     for first in range(0, len(order), 2):
         batch = next(stream)
         for row in range(2):
-            text, counts, positions = list[int](), list[float](), list[int]()
+            text = list[int]()
+            counts = list[float]()
+            positions = list[int]()
             for document, start, end in made[order[first + row]]:
                 kinds["a rest behind another's end" if text and start else "first"] += 1
                 text += documents[document][start:end]

@@ -43,11 +43,9 @@ from tests.wording import Wording
 
 CONFIGS = ROOT / "configs" / "run"
 LARGE = "fem_sm_1.3b_100bt.yaml"
-TP, PP, VPP = (
-    "parallel.tensor_model_parallel_size",
-    "parallel.pipeline_model_parallel_size",
-    "parallel.virtual_pipeline_model_parallel_size",
-)
+TP = "parallel.tensor_model_parallel_size"
+PP = "parallel.pipeline_model_parallel_size"
+VPP = "parallel.virtual_pipeline_model_parallel_size"
 
 
 def run(name: str, *overrides: str) -> RunConfig:
@@ -111,10 +109,8 @@ def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(
     layout: list[str], tied: bool
 ) -> None:
     config = small(f"model.tie_embeddings={str(tied).lower()}", *layout)
-    tensor, stages = (
-        config.parallel.tensor_model_parallel_size,
-        config.parallel.pipeline_model_parallel_size,
-    )
+    tensor = config.parallel.tensor_model_parallel_size
+    stages = config.parallel.pipeline_model_parallel_size
     shapes = parameter_shapes(config.model)
     vectors = sum(
         math.prod(shape)
@@ -131,10 +127,8 @@ def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(
 
 
 def test_attention_flops_are_the_sum_over_all_pairs_of_a_sequence() -> None:
-    model, length = (
-        ModelConfig(vocab_size=100, num_layers=1, num_attention_heads=2, hidden_size=16),
-        9,
-    )
+    model = ModelConfig(vocab_size=100, num_layers=1, num_attention_heads=2, hidden_size=16)
+    length = 9
     shape = FemShape.of(model, SoftmaxShape)
     pairs = sum(1 for query in range(length) for key in range(length) if key <= query)
     # Per head, a pair costs one product over d_k for its score, and one over [v | U], which is
@@ -216,11 +210,9 @@ def test_many_lengths_cost_what_a_few_of_them_show() -> None:
     per document, to a millionth.
     """
     shares = shares_of(np.random.default_rng(1).geometric(1 / 9000, 500).astype(np.int32), 32768)
-    part_lengths, requested, length = (
-        PartLengths(shares, 9000.0, 500, 500),
-        list[int](),
-        np.arange(1, 32769),
-    )
+    part_lengths = PartLengths(shares, 9000.0, 500, 500)
+    requested = list[int]()
+    length = np.arange(1, 32769)
 
     def cost(document: int) -> dict[str, float]:
         requested.append(document)

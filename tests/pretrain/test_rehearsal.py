@@ -188,10 +188,11 @@ def recorded(rank: Rank) -> Recorded:
 def rehearsed(cases: Cases) -> dict[str, list[Recorded]]:
     """Return case -> records of the first rank of each pipeline stage."""
     platform.import_megatron()
-    return {
-        name: [recorded(rank) for rank in rehearse(config_of(*case), case[0], "cpu").ranks]
-        for name, case in cases.items()
-    }
+    found = {}
+    for name, (world, overrides) in cases.items():
+        rehearsal = rehearse(config_of(world, overrides), world, "cpu")
+        found[name] = [recorded(rank) for rank in rehearsal.ranks]
+    return found
 
 
 def real(cases: Cases) -> dict[str, Recorded]:
@@ -207,10 +208,8 @@ def real(cases: Cases) -> dict[str, Recorded]:
         config = config_of(world, overrides)
         with Recorder(StepTrace(), torch.device("cpu")) as recorder:
             initialize_model_parallel(config)
-            schedule, length = (
-                Schedule.of(config),
-                config.data.seq_length // config.parallel.context_parallel_size,
-            )
+            schedule = Schedule.of(config)
+            length = config.data.seq_length // config.parallel.context_parallel_size
             engine = make_engine(config, schedule)
             found[name] = recorded(
                 recorded_steps(engine, recorder, micro_batches(length), schedule, world)
@@ -263,16 +262,16 @@ def on_a_gpu(picture: Path) -> dict[str, Any]:
         name: rehearse(config_of(*case, ON_A_GPU), case[0], "h100")
         for name, case in LAYOUTS.items()
     }
-    flops = {
-        name: tuple(each.ranks[0].trace.flops(backward=backward) for backward in (False, True))
-        for name, each in found.items()
-    }
+    flops = {}
+    reads = {}
+    for name, each in found.items():
+        first = each.ranks[0].trace
+        flops[name] = (first.flops(backward=False), first.flops(backward=True))
+        reads[name] = [
+            {re.sub(r":\d+", "", read) for read in rank.trace.reads} for rank in each.ranks
+        ]
     eight = found["DP2, fp8"].ranks[0].trace
     eight.launches = [each for each in eight.launches if each.name == "_scaled_mm"]
-    reads = {
-        name: [{re.sub(r":\d+", "", read) for read in rank.trace.reads} for rank in each.ranks]
-        for name, each in found.items()
-    }
     zero = found["DP4, ZeRO-1"]
     words = ["--rehearse", "--gpus", "2", "--device", "h200", "--json", "--picture", str(picture)]
     with redirect_stdout(io.StringIO()) as output:
@@ -292,7 +291,9 @@ def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned
     tmp_path: Path,
 ) -> None:
     found = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
-    plan, flops, printed = found["plan"], found["flops"], found["printed"]
+    plan = found["plan"]
+    flops = found["flops"]
+    printed = found["printed"]
     steady = {"DP2": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
     assert found["reads"] == {**steady, **{name: [reads] for name, reads in ZERO.items()}}
     assert {flops[name] for name in ZERO} == {flops["DP2"]}  # all of the same model

@@ -95,14 +95,14 @@ def mutated(record: dict[str, Any], deep: int = 4) -> Iterator[tuple[str, dict[s
         for key in place:
             holder = holder[key]
         for key in [*holder, "added"]:
-            few: tuple[Any, ...] = (
-                ODD[:1]
-                if key == "added"
-                else ("deleted", *ODD)
-                if len(place) < 2
-                else ("deleted", -1, {"x": {}})
-            )
-            for value in few:
+            values: tuple[Any, ...]
+            if key == "added":
+                values = ODD[:1]
+            elif len(place) < 2:
+                values = ("deleted", *ODD)
+            else:
+                values = ("deleted", -1, {"x": {}})
+            for value in values:
                 copy = deepcopy(record)
                 inner = copy
                 for step in place:

@@ -310,7 +310,10 @@ def test_the_rate_through_random_changes_of_the_batch_size(
     step by step.
     """
     train, optimizer, batches = history
-    curve, changes, step, consumed = list[float](), list[tuple[int, int]](), 0, 0
+    curve = list[float]()
+    changes = list[tuple[int, int]]()
+    step = 0
+    consumed = 0
     for number, (steps, batch) in enumerate(batches):
         changes += [(step, consumed)] if step else []
         config = config_of({**train, "global_batch_size": batch}, optimizer)

@@ -49,15 +49,10 @@ def test_boxes_are_the_range() -> None:
         start, end = sorted(dice.choices(range(full.numel() + 1), k=2))
         for largest in (full.numel(), dice.randint(1, 7)):
             found = list(boxes(shape, start, end, largest))
-            cut = [
-                full[
-                    tuple(
-                        slice(begin, begin + length)
-                        for begin, length in zip(offset, size, strict=True)
-                    )
-                ]
-                for offset, size in found
-            ]
+            cut = []
+            for offset, size in found:
+                ends = [begin + length for begin, length in zip(offset, size, strict=True)]
+                cut.append(full[tuple(map(slice, offset, ends))])
             assert [number for box in cut for number in box.flatten().tolist()] == list(
                 range(start, end)
             )

@@ -74,11 +74,9 @@ def test_spikes_of_loss_and_norm_are_found_and_nothing_else_is() -> None:
     for seed in range(10):
         steps = series(2000, seed)
         assert not alarms(steps)
-        steps[700], steps[702], steps[50] = (
-            (steps[700][0] + 1.5, 0.5),
-            (steps[702][0], 50.0),
-            (20.0, 1000.0),
-        )
+        steps[700] = (steps[700][0] + 1.5, 0.5)
+        steps[702] = (steps[702][0], 50.0)
+        steps[50] = (20.0, 1000.0)
         steps[1500] = (0.0, 1e-6)  # a sudden decrease is no spike
         found = alarms(steps)
         assert list(found) == [700, 702], "and step 50 is within the first window"
@@ -105,12 +103,8 @@ def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
     assert min(skipped) > 2
     assert len(skipped) < 10
     assert all(math.isfinite(loss) for loss, *_ in report.values())
-    assert skipped == [
-        1 + at
-        for at in alarms(
-            [report[step][:2] for step in sorted(report)], Spikes(deviations=0.5, window=2)
-        )
-    ]
+    steps = [report[step][:2] for step in sorted(report)]
+    assert skipped == [1 + at for at in alarms(steps, Spikes(deviations=0.5, window=2))]
     first = skipped[0]
     assert f"step {first} skipped, a spike: " in pretrain.out
     assert f"its samples are {4 * first - 4} to {4 * first - 1}, " in pretrain.out
@@ -138,12 +132,14 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     """A spike at the seventh of twelve steps; kills after the next checkpoint, before it, and
     before the spike.
     """
-    bad, begun, most = set[float](), list[int](), [99.0]
-    monkeypatch.setattr(
-        Spikes,
-        "found",
-        lambda ours, recent, loss, norm: "loss" if loss in bad or recent[:1] > (most[0],) else None,
-    )
+    bad = set[float]()
+    begun = list[int]()
+    most = [99.0]
+
+    def found(ours: Spikes, recent: Any, loss: float, norm: float) -> str | None:
+        return "loss" if loss in bad or recent[:1] > (most[0],) else None
+
+    monkeypatch.setattr(Spikes, "found", found)
 
     def noted(data: Any, first: int, *rest: Any) -> Iterator[Batch]:
         begun.append(first)
@@ -247,11 +243,12 @@ def ids(tmp_path: Path) -> dict[str, str]:
     token.
     """
     dice, found = random.Random(0), {}
-    for name, most in (("low", 8), ("high", 400), ("ends", 0)):
-        documents = [
-            [*(dice.randrange(most) for _ in range(30 if most else 0)), 499]
-            for _ in range(200 if most else 3000)
-        ]
+    for name, most, number, length in (
+        ("low", 8, 200, 30),
+        ("high", 400, 200, 30),
+        ("ends", 0, 3000, 0),
+    ):
+        documents = [[*(dice.randrange(most) for _ in range(length)), 499] for _ in range(number)]
         found[name] = (
             f"[{{prefix: {write_folder(tmp_path / name, documents=documents) / 'train'}}}]"
         )

@@ -36,7 +36,9 @@ from tests.pretrain.stores import SECRET, Store, bring_here, refused
 from tests.ranks import PATIENCE, _pretrain, forked, losses, records, wait_until
 from tools.tokens.__main__ import main as tokens
 
-ALL, HALF, NONE = "data.store_cache_gb=1", "data.store_cache_gb=0.0105", "data.store_cache_gb=0"
+ALL = "data.store_cache_gb=1"
+HALF = "data.store_cache_gb=0.0105"
+NONE = "data.store_cache_gb=0"
 MANY = ["train.global_batch_size=8", "train.steps=16"]
 
 
@@ -144,26 +146,20 @@ def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
         )
         assert codes == [0, 0], output
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
-    valid = [
-        [line["valid_loss"] for line in records(tmp_path / name) if "valid_loss" in line]
-        for name in ("local", "stored")
-    ]
+    valid = []
+    for name in ("local", "stored"):
+        lines = records(tmp_path / name)
+        valid.append([line["valid_loss"] for line in lines if "valid_loss" in line])
     assert valid[0] == valid[1] and len(valid[0]) == 2
     pieces: list[list[dict[str, Any]]] = []
     for name in ("local", "stored"):
         (tmp_path / name).rename(tmp_path / f"moved_{name}")
         assert tokens([str(tmp_path / f"moved_{name}"), "--step", "9", "--json"]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        pieces.append(
-            [
-                {
-                    **row,
-                    "source": Path(row["source"]).name,
-                    "id": row["source"].startswith("/") and row["id"],
-                }
-                for row in rows
-            ]
-        )
+        for row in rows:
+            row["id"] = row["source"].startswith("/") and row["id"]
+            row["source"] = Path(row["source"]).name
+        pieces.append(rows)
     assert {row["source"] for row in pieces[1]} == {"train", "valid"}
     assert len({row["sample"] for row in pieces[1]}) == 4
     assert [
@@ -188,7 +184,9 @@ def damaged(prefix: Path) -> None:
 def test_the_losses_are_those_of_the_folder_whatever_is_kept(
     large: Path, tmp_path: Path, here: Store, expected: dict[int, tuple[float, float]]
 ) -> None:
-    requests, url, requested = Requests(here), here.upload(large), list[int]()
+    requests = Requests(here)
+    url = here.upload(large)
+    requested = list[int]()
     turns = [(HALF, None), (ALL, None), (ALL, damaged)]
     for number, (cache_bytes, damage) in enumerate(turns):
         cache = tmp_path / cache_bytes
@@ -261,7 +259,9 @@ class Dying(Requests):
 
     def __init__(self, store: Store, answers: int, noticed: Callable[[], bool]) -> None:
         super().__init__(store)
-        self.answers, self.noticed, self.died = answers, noticed, False
+        self.answers = answers
+        self.noticed = noticed
+        self.died = False
 
     def __call__(self, client: socket.socket, data: bytes) -> bytes | None:  # type: ignore[override]
         super().__call__(client, data)

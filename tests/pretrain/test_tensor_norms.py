@@ -123,15 +123,12 @@ def test_they_are_the_checkpoints_in_float64(
     as a difference of two rounded values: 1e-4.
     """
     done, folder = results
-    before, after = (
-        {
-            name: value.double()
-            for name, value in everything(
-                folder / f"{optimizer}{step}/checkpoints/step_{step:08}"
-            ).items()
-        }
-        for step in (2, 3)
-    )
+
+    def stored(step: int) -> dict[str, torch.Tensor]:
+        tensors = everything(folder / f"{optimizer}{step}/checkpoints/step_{step:08}")
+        return {name: value.double() for name, value in tensors.items()}
+
+    before, after = stored(2), stored(3)
     last, found = done[f"{optimizer}3"], named(done[f"{optimizer}3"])
     assert last.steps[:2] == done[f"{optimizer}2"].steps
     names = [

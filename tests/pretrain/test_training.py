@@ -149,7 +149,9 @@ def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the
     """Two micro-batches per step, for a run and its resume. test_checkpoints.py tests that unused
     batches are not counted.
     """
-    read, counts, step = list[int](), list[int](), Trainer._step
+    read = list[int]()
+    counts = list[int]()
+    step = Trainer._step
 
     def noted(*given: Any) -> Iterator[Batch]:
         for number, batch in enumerate(batches(*given)):
@@ -323,15 +325,12 @@ def test_the_eta_counts_the_pauses_left_and_no_step_twice(monkeypatch: pytest.Mo
     etas, left = {}, {}
     for step in range(1, 101):
         now += 2.0
-        save, validation = (
-            1 + sum(at % every == 0 for at in range(step, 100)) for every in (10, 5)
-        )
+        save = 1 + sum(at % 10 == 0 for at in range(step, 100))
+        validation = 1 + sum(at % 5 == 0 for at in range(step, 100))
         measured = meter.measure(100 - step, {"save": save, "validation": validation})
         assert measured["step_seconds"] == 2.0
-        etas[step], left[step] = (
-            measured["eta_seconds"],
-            2.0 * (100 - step) + 60.0 * save + 8.0 * validation,
-        )
+        etas[step] = measured["eta_seconds"]
+        left[step] = 2.0 * (100 - step) + 60.0 * save + 8.0 * validation
         for kind, seconds, due in (
             ("validation", 8.0, step % 5 == 0),
             ("save", 60.0, step % 10 == 0),

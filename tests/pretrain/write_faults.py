@@ -139,7 +139,9 @@ def outcomes(plan: Plan, folder: Path, overrides: list[str]) -> list[Outcome]:
                     sorted(os.listdir(folder)) == ["latest", f"step_{step:08d}"]
                     and damage(folder / f"step_{step:08d}") is None
                 ), outcome
-                found += [outcome] if (met := bool(call)) else []
+                met = bool(call)
+                if met:
+                    found.append(outcome)
                 number += stride
         saves.checkpoints.close()
     return found

@@ -76,12 +76,13 @@ class Shape:
 def write(root: Path, nodes: tuple[str, ...], shape: Shape, ports: list[int]) -> None:
     """Write all files; ``ports``: slurmctld's, then one for each node."""
     types = shape.gpu_types or ("",) * len(nodes)
-    lines = [
-        f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={shape.cpus}"
-        f" RealMemory={shape.memory_mb}"
-        + (f" Gres=gpu:{f'{kind}:' if kind else ''}{shape.gpus}" if shape.gpus else "")
-        for name, port, kind in zip(nodes, ports[1:], types, strict=True)
-    ]
+    lines = []
+    for name, port, kind in zip(nodes, ports[1:], types, strict=True):
+        line = f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={shape.cpus}"
+        line += f" RealMemory={shape.memory_mb}"
+        if shape.gpus:
+            line += f" Gres=gpu:{kind}:{shape.gpus}" if kind else f" Gres=gpu:{shape.gpus}"
+        lines.append(line)
     etc = root / "etc"
     # A node becomes DOWN after slurmd_timeout and two messages without a timely answer.
     patience = max(5, min(10, shape.slurmd_timeout))

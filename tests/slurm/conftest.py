@@ -49,13 +49,12 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed and isinstance(item, pytest.Function):
         for value in item.funcargs.values():
-            for cluster in (
-                value.made
-                if isinstance(value, MakeCluster)
-                else [value]
-                if isinstance(value, MiniSlurm)
-                else []
-            ):
+            clusters = list[MiniSlurm]()
+            if isinstance(value, MakeCluster):
+                clusters = value.made
+            elif isinstance(value, MiniSlurm):
+                clusters = [value]
+            for cluster in clusters:
                 report.sections.append((f"Slurm's logs in {cluster.root}", cluster.logs()))
     return report
 

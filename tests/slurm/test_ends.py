@@ -59,7 +59,9 @@ class Submitted(Case):
         }
         self.job = replace(self.job, profile={**self.job.profile, **slurm})
         self.job.save()
-        self.cluster, self.id, folder = cluster, 0, launch_folder(directory)
+        self.cluster = cluster
+        self.id = 0
+        folder = launch_folder(directory)
         (folder / "job.sh").write_text(
             SCRIPT.format(folder=folder, directory=directory, root=ROOT, python=self.job.python)
         )
