@@ -131,8 +131,9 @@ class FemStaticCacheLayer(FemCacheLayer):
             and type(self.capacity.taken) is Tensor
         ):
             raise ValueError(
-                "torch.export(strict=False) would store this cache as a constant: use strict=True,"
-                " or assign the module's buffers to layer.state and layer.capacity.taken in its forward"
+                "torch.export(strict=False) would store this cache as a constant: use strict=True, "
+                "or assign the module's buffers to layer.state and layer.capacity.taken in its "
+                "forward"
             )
         if not self.state and self.capacity.taken.device != x.device:
             self.capacity = Capacity(self.capacity.places, self.capacity.taken.to(x.device))
