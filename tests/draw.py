@@ -71,7 +71,8 @@ def draw(cases: Iterable[str], seconds: Mapping[str, float], budget: float, seed
                 case for case in waiting[function] if seconds_of(case, seconds) <= budget
             ]
             if waiting[function]:
-                drawn.append(case := waiting[function].pop())
+                case = waiting[function].pop()
+                drawn.append(case)
                 budget -= seconds_of(case, seconds)
                 files[file_of(case)] += seconds_of(case, seconds)
     return sorted(drawn, key=lambda case: (-files[file_of(case)], case))

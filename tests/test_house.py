@@ -47,7 +47,8 @@ TORCH_FREE = [
     "pretrain.data.facts",
 ]
 # Modules that use CUDA: the real machine, and an assumed one for traces.
-PLATFORM, FAKE_MACHINE = "fem_megatron/megatron/platform.py", "fem_megatron/meta/fake_machine.py"
+PLATFORM = "fem_megatron/megatron/platform.py"
+FAKE_MACHINE = "fem_megatron/meta/fake_machine.py"
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 700, 100
 PROSE_COLUMNS = 100
@@ -186,13 +187,11 @@ def patches_a_library(sources: Sources) -> list[str]:
             theirs[name] |= {alias.asname or alias.name for alias in node.names}
     faults = []
     for name, node in nodes(sources, (PLATFORM,)):
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [node.target]
-            if isinstance(node, ast.AugAssign | ast.AnnAssign)
-            else []
-        )
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
         written = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
             written = [ast.unparse(node.args[0])]
@@ -249,7 +248,9 @@ def too_long(sources: Sources) -> list[str]:
     for name, text in sources.items():
         for node in walked(text):
             if isinstance(node, ast.Module):
-                what, lines, most = "the module", len(text.splitlines()), MODULE_LINES
+                what = "the module"
+                lines = len(text.splitlines())
+                most = MODULE_LINES
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 what, most = node.name, FUNCTION_LINES

@@ -18,6 +18,7 @@ from fem_megatron.mixers.cem.layer import (
 )
 from fem_megatron.mixers.cem.shape import CemAttentionShape, CemConfig, CemMlpShape
 from fem_megatron.parallel import OneProcess
+from fem_megatron.shape import Weight
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
 from kernels.cem_attention.reference import interaction_energy, interaction_scores
@@ -149,7 +150,7 @@ def energy(layer: Layers, h: Tensor, u: Tensor, u_diagonal: Tensor | None = None
     if isinstance(layer, CemMlp):
         return elementwise_energy(layer.gamma(h), linear(u, layer.up.weight))
     k, seen = layer.remember(h, Context())
-    q, diagonal = layer.look(u, seen)
+    q, diagonal = layer.score_inputs(u, seen)
     if diagonal is not None and u_diagonal is not None:
         diagonal = diagonal._replace(u=u_diagonal.transpose(0, 1))
     scores = interaction_scores(
@@ -253,10 +254,8 @@ def test_attention_equals_a_naive_loop(diagonal: str, preconditioner: str, resid
 @pytest.mark.parametrize("residual", ["normalised", "raw"])
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_mlp_equals_a_naive_loop(preconditioner: str, residual: str) -> None:
-    layer, stream = (
-        mlp(preconditioner=preconditioner, residual=residual, eta_mlp=0.7, steps_mlp=3),
-        tokens(5),
-    )
+    layer = mlp(preconditioner=preconditioner, residual=residual, eta_mlp=0.7, steps_mlp=3)
+    stream = tokens(5)
     h = rms_norm(stream, layer.norm.weight, 1e-6)
     x = h if residual == "normalised" else stream
     for _ in range(3):
@@ -362,10 +361,8 @@ def test_energies_fall_along_small_steps(preconditioner: str) -> None:
 
 def test_a_preconditioner_folded_or_not() -> None:
     for layer in both():
-        w, c = (
-            (layer.query if isinstance(layer, CemAttention) else layer.up).weight,
-            tokens(9, hidden=16),
-        )
+        w = (layer.query if isinstance(layer, CemAttention) else layer.up).weight
+        c = tokens(9, hidden=16)
         c = torch.cat((c, c), -1)[..., : len(w)]
         torch.testing.assert_close(
             layer.precondition(w, 1000)(c), layer.precondition(w, 1)(c), **ROUNDING
@@ -374,21 +371,19 @@ def test_a_preconditioner_folded_or_not() -> None:
 
 def test_numbers_of_parameters() -> None:
     """Half of attention's D^2 and two thirds of a gated MLP's; every weight counts once."""
-    shapes = (
-        CemAttentionShape.of(model(**PLAIN)).weights(),
-        CemMlpShape.of(model(**PLAIN)).weights(),
-    )
-    assert [sum(w.size for w in weights.values() if len(w.shape) == 2) for weights in shapes] == [
-        2 * 16**2,
-        2 * 16 * 24,
-    ]
-    sizes = [
-        sum(w.size for w in weights.values())
-        for weights in (layer.shape.weights() for layer in both())
-    ]
+
+    def matrices(weights: dict[str, Weight]) -> int:
+        return sum(weight.size for weight in weights.values() if len(weight.shape) == 2)
+
+    assert matrices(CemAttentionShape.of(model(**PLAIN)).weights()) == 2 * 16**2
+    assert matrices(CemMlpShape.of(model(**PLAIN)).weights()) == 2 * 16 * 24
+    sizes = []
+    for layer in both():
+        sizes.append(sum(weight.size for weight in layer.shape.weights().values()))
     preconditioners = [4 * 16 * (1 + 2 * 4), 16 * (1 + 2 * 16)]
     assert sizes == [
         16 + 2 * 16**2 + 2 + 16 + preconditioners[0],
         16 + 2 * 16 * 24 + preconditioners[1],
     ]
-    assert [sum(weight.numel() for weight in layer.parameters()) for layer in both()] == sizes
+    for layer, size in zip(both(), sizes, strict=True):
+        assert sum(weight.numel() for weight in layer.parameters()) == size

@@ -313,7 +313,9 @@ def test_updates_equal_a_naive_loop(update: str) -> None:
 
 
 def test_adapters() -> None:
-    layer, plain, x = build(lora_rank=2), build(), tokens(6)
+    layer = build(lora_rank=2)
+    plain = build()
+    x = tokens(6)
     plain.load_state_dict(
         {name: value for name, value in layer.state_dict().items() if "lora" not in name}
     )

@@ -127,10 +127,8 @@ def test_the_padding_is_left_out_of_the_fused_loss() -> None:
         (chunk,) = build(
             model, Layout(params_dtype=torch.bfloat16, recompute=recompute), padding.LENGTH, seed=1
         )
-        chunk.config.cross_entropy_loss_fusion, chunk.config.cross_entropy_fusion_impl = (
-            recompute != "none",
-            "native",
-        )
+        chunk.config.cross_entropy_loss_fusion = recompute != "none"
+        chunk.config.cross_entropy_fusion_impl = "native"
         with torch.compiler.set_stance("force_eager"):
             losses.append(
                 chunk(tokens, torch.arange(padding.LENGTH).expand_as(tokens), None, labels=labels)
@@ -193,9 +191,8 @@ def test_what_is_computed_again_or_offloaded_has_the_same_gradients_to_the_bit(
     (plain, wanted, gradients), (less, *_), *others = found
     assert less < 0.8 * plain and all(left < 0.1 * less for left, *_ in others)
     for _, ours, again in found[1:]:
-        assert torch.equal(wanted, ours) and all(
-            torch.equal(gradient, again[name]) for name, gradient in gradients.items()
-        )
+        assert torch.equal(wanted, ours)
+        assert all(torch.equal(gradient, again[name]) for name, gradient in gradients.items())
 
 
 def test_norm_of_many_parts_is_exact() -> None:

@@ -109,11 +109,9 @@ def test_single_tokens_by_the_definition(kind: str, rope: bool) -> None:
             if kind == "energy_linear":
                 step = (k @ q) @ k
             else:
-                temperature, newton, gram = (
-                    layer.temperature[h],
-                    layer.newton_temperature[h],
-                    w_q @ w_q.mT,
-                )
+                temperature = layer.temperature[h]
+                newton = layer.newton_temperature[h]
+                gram = w_q @ w_q.mT
                 p = (-(q - k).square().sum(-1) / (2 * temperature)).softmax(0)
                 away = k - p @ k
                 bracket = (away.mT * p) @ away / newton
@@ -156,11 +154,9 @@ def test_only_differences_of_positions_count(kind: str, scaling: RopeScaling) ->
 
 @EVERY_KIND
 def test_without_positions_and_mask_order_is_unknown(kind: str) -> None:
-    layer, x, order = (
-        build(kind, rope=False, causal=False),
-        tokens(9),
-        torch.randperm(9, generator=torch.Generator().manual_seed(0)),
-    )
+    layer = build(kind, rope=False, causal=False)
+    x = tokens(9)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     context = Context(causal=False)
     torch.testing.assert_close(layer(x[order], context), layer(x, context)[order], **ROUNDING)
 
@@ -239,7 +235,9 @@ def test_three_quarters_of_attention_and_half_its_cache() -> None:
 
 
 def test_a_small_step_lowers_the_free_energy() -> None:
-    layer, x, sample = descending("mha2nd1st", 0.05), tokens(9), torch.tensor([0, 3, 8])
+    layer = descending("mha2nd1st", 0.05)
+    x = tokens(9)
+    sample = torch.tensor([0, 3, 8])
     with torch.no_grad():
         layer.newton_temperature.fill_(1e9)  # leaves only the gradient; b is a second-order term
     found = layer.diagnose(x, Context(), sample)

@@ -226,7 +226,8 @@ class Sanitizer:
         own, typed = getattr(InterpreterBuilder, name), name == "create_splat"
 
         def create(builder: Any, *given: Any) -> Any:
-            made, source = own(builder, *given), given[1 if typed else 0]
+            made = own(builder, *given)
+            source = given[1 if typed else 0]
             if source.data.dtype == np.uint64 and made.data.dtype == np.uint64 and source.data.size:
                 made.set_attr("argument", self.now.argument(source))
             return made

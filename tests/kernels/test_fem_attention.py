@@ -143,11 +143,13 @@ def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> N
             torch.full_like(x["lam"], lam),
             implementation=implementation,
         )
-        low, high = torch.full_like(mixed, 1e-9), x["beta"][:, None].expand_as(mixed)
+        low = torch.full_like(mixed, 1e-9)
+        high = x["beta"][:, None].expand_as(mixed)
         for _ in range(60):
             middle = (low + high) / 2
             under = at(middle) < mixed
-            low, high = torch.where(under, middle, low), torch.where(under, high, middle)
+            low = torch.where(under, middle, low)
+            high = torch.where(under, high, middle)
         # The first token has one key, so that every temperature gives the same value.
         return low[:, :, 1:]
 
@@ -192,11 +194,9 @@ def test_beyond_its_range_the_reference_runs_and_it_is_reported_once(
             for name, got in gradients(x, implementation=implementation).items()
         )
     (record,) = [record for record in messages.records if record.levelname == "WARNING"]
-    assert (
-        len(messages.records) == 2
-        and "over 80: the exact reference" in record.getMessage()
-        and "\n" not in record.getMessage()
-    )
+    assert len(messages.records) == 2
+    assert "over 80: the exact reference" in record.getMessage()
+    assert "\n" not in record.getMessage()
     ranges = x["v"].amax(2, keepdim=True) - x["v"].amin(2, keepdim=True)
     assert f"{float((x['beta'][:, None] * ranges).max()):.4g}" in record.getMessage()
     for value in (81.0, float("inf"), float("nan")):  # one channel is enough
@@ -242,10 +242,8 @@ def test_free_energy_is_never_under_the_mean_whatever_the_rounding(
     v = torch.tensor([144.0, 144.0, 145.0, 146.0], dtype=torch.bfloat16)[
         None, None, :, None
     ].requires_grad_()
-    q, beta = (
-        torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16),
-        torch.full((1, 1), 2.45, dtype=torch.bfloat16, requires_grad=True),
-    )
+    q = torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16)
+    beta = torch.full((1, 1), 2.45, dtype=torch.bfloat16, requires_grad=True)
     o = fem_attention(q, q, v, beta, implementation="fused")
     assert all(t.isfinite().all() for t in (o, *torch.autograd.grad(o.float().sum(), (v, beta))))
 
@@ -281,9 +279,8 @@ def test_a_wild_channel_leaves_other_heads_and_blocks_as_they_were_to_the_bit(en
     for name, got in after.items():
         assert relative(got, exact[name]) < 1e-5, name  # documented bound of float32
         if name != "beta":
-            assert torch.equal(got[0], before[name][0]) and torch.equal(
-                got[1, 1], before[name][1, 1]
-            )
+            assert torch.equal(got[0], before[name][0])
+            assert torch.equal(got[1, 1], before[name][1, 1])
             assert not torch.equal(got[1, 0], before[name][1, 0])
             assert name in "qk" or torch.equal(got[1, 0, :, 16:], before[name][1, 0, :, 16:])
     later: Any = {
@@ -328,20 +325,21 @@ def test_one_wild_channel_costs_one_blocks_exact_work(monkeypatch: pytest.Monkey
     assert 4 * (one - calm) < 1.05 * (exponentials(0, 17, 40, 63) - calm)
 
 
+def not_finite() -> list[Any]:
+    """Return (name of the argument left out, value) parameters; every other one is slow."""
+    made = []
+    for without, values in (
+        ("", ("inf", "-inf", "1e30", "nan")),
+        ("lam", ("-inf", "inf", "nan", "1e30")),
+    ):
+        for n, value in enumerate(values):
+            marks = [pytest.mark.slow] if n % 2 else []
+            made.append(pytest.param(without, float(value), id=f"{without}-{value}", marks=marks))
+    return made
+
+
 @engines
-@pytest.mark.parametrize(
-    ("without", "value"),
-    [
-        pytest.param(
-            without, float(value), id=f"{without}-{value}", marks=pytest.mark.slow if n % 2 else []
-        )
-        for without, values in (
-            ("", ("inf", "-inf", "1e30", "nan")),
-            ("lam", ("-inf", "inf", "nan", "1e30")),
-        )
-        for n, value in enumerate(values)
-    ],
-)
+@pytest.mark.parametrize(("without", "value"), not_finite())
 def test_a_value_that_is_not_finite_stays_in_its_head(
     engine: str, value: float, without: str
 ) -> None:
@@ -401,15 +399,17 @@ def test_a_checkpoint_remakes_a_block_once_with_the_same_gradients(reentrant: bo
     The backward of the inner graph is a second autograd task. Unpacking its saved tensors must not
     make the checkpoint recompute again.
     """
-    x, direct, forwards = inputs(), gradients(inputs(), implementation="sdpa"), 0
+    x = inputs()
+    direct = gradients(inputs(), implementation="sdpa")
+    forwards = 0
 
     def block(*tensors: Tensor) -> Tensor:
         nonlocal forwards
         forwards += 1
-        return sum(
-            (fem_attention(*(t * 1.0 for t in tensors), implementation="sdpa") for _ in range(2)),
-            torch.zeros(()),
+        outputs = (
+            fem_attention(*(t * 1.0 for t in tensors), implementation="sdpa") for _ in range(2)
         )
+        return sum(outputs, torch.zeros(()))
 
     total(checkpoint(block, *x.values(), use_reentrant=reentrant)).backward()
     assert forwards == 2 and all(torch.equal(x[name].grad, 2 * direct[name]) for name in x)
@@ -429,10 +429,8 @@ class Graft(torch.autograd.Function):
 
 def test_what_is_saved_goes_through_the_hooks_and_nothing_else_is_held() -> None:
     """Offloading or recomputing activations frees their memory: the inner graph holds no input."""
-    anchor, memory = (
-        torch.zeros((), requires_grad=True),
-        {name: t.detach().numpy().copy() for name, t in inputs().items()},
-    )
+    anchor = torch.zeros((), requires_grad=True)
+    memory = {name: t.detach().numpy().copy() for name, t in inputs().items()}
     offloaded: list[Tensor] = []
 
     def pack(t: Tensor) -> int:
@@ -489,10 +487,8 @@ def test_the_largest_range_is_reported_once_by_a_later_call(
         ).max()
     )
     (record,) = messages.records[1:]
-    assert (
-        record.levelname == "WARNING"
-        and f"has reached {largest:.4g}, over 80" in record.getMessage()
-    )
+    assert record.levelname == "WARNING"
+    assert f"has reached {largest:.4g}, over 80" in record.getMessage()
     accelerated.watch.cache_clear()
 
 
@@ -514,9 +510,8 @@ def test_decoding_in_one_part_or_many(tokens: int, queries: int) -> None:
         given[1][:, :, -1:] *= -1e4
         given[2][:, :, -1:] *= -1e4
         after = fem_attention(*given, implementation="decode")
-        assert torch.equal(after[:, :, :-1], before[:, :, :-1]) and not torch.equal(
-            after[:, :, -1:], before[:, :, -1:]
-        )
+        assert torch.equal(after[:, :, :-1], before[:, :, :-1])
+        assert not torch.equal(after[:, :, -1:], before[:, :, -1:])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)

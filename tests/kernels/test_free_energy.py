@@ -75,18 +75,13 @@ def reads() -> dict[str, Callable[..., Tensor]]:
     q, k, delta = (
         torch.rand(1, 1, 40, 3, generator=rng, dtype=torch.float64) + 0.1 for _ in range(3)
     )
+    rate = torch.ones(1, 3, 3).double()
     x = {"q": q, "k": k, "log_decay": -delta[..., 0]}
     return {
         "aft_read": lambda v, *rest: aft_read(10 * q, v, *rest)[0],
-        "ssm_read": lambda v, *rest: ssm_read(delta, torch.ones(1, 3, 3).double(), q, k, v, *rest)[
-            0
-        ],
-        "fem_attention, fused": lambda v, *rest: fem_attention(
-            4 * q, k, v, *rest, implementation="fused"
-        ),
-        "fem_attention, reference": lambda v, *rest: fem_attention(
-            4 * q, k, v, *rest, implementation="reference"
-        ),
+        "ssm_read": lambda v, *rest: ssm_read(delta, rate, q, k, v, *rest)[0],
+        "fem_attention, fused": partial(fem_attention, 4 * q, k, implementation="fused"),
+        "fem_attention, reference": partial(fem_attention, 4 * q, k, implementation="reference"),
         "free_energy, fast": lambda v, *rest: read(x, v, *rest),
         "free_energy, exact": lambda v, *rest: read(x, v, *rest, exact=True),
     }
@@ -289,12 +284,11 @@ def forms_of_calls(ranges: Ranges, value_ranges: list[float], how: str = "refere
     found = []
     for value_range in value_ranges:
         x = of_range(value_range)
-        o, *gradients = with_gradients(
-            x,
-            lambda *given, v=x["v"]: linear_read(
-                *given, decision=ranges.decide(v), implementation=how
-            ),
-        )
+
+        def decided(*given: Tensor, v: Tensor = x["v"]) -> Tensor:
+            return linear_read(*given, decision=ranges.decide(v), implementation=how)
+
+        o, *gradients = with_gradients(x, decided)
         assert o.isfinite().all() and all(g.isfinite().all() for g in gradients)
         fast, exact = (
             linear_read(*(x[name] for name in NAMES), exact=form, implementation=how)
@@ -324,9 +318,8 @@ def test_a_call_takes_the_form_that_the_range_before_it_requested(
     )
     # The first call waits for its own range.
     assert forms_of_calls(Ranges(late=True), [BEYOND, BELOW, BELOW], how) == [1, 1, 0]
-    assert (
-        pickle.loads(pickle.dumps(Ranges(late=True))).late and copy.deepcopy(Ranges()).late is None
-    )
+    assert pickle.loads(pickle.dumps(Ranges(late=True))).late
+    assert copy.deepcopy(Ranges()).late is None
 
 
 def test_a_call_has_space_for_the_heads_that_passed_in_the_last(
@@ -337,10 +330,8 @@ def test_a_call_has_space_for_the_heads_that_passed_in_the_last(
     The number is rounded up to a power of 2. The device finds the heads, so that they may differ
     from those of the previous call.
     """
-    calm, ranges = (
-        {name: t.float() for name, t in inputs(heads=4, batch=2).items()},
-        Ranges(late=True),
-    )
+    calm = {name: t.float() for name, t in inputs(heads=4, batch=2).items()}
+    ranges = Ranges(late=True)
     heads = [(n, m, 1) for n in range(2) for m in range(4)]
     steps = [
         (heads[:0], 0),
@@ -413,11 +404,9 @@ def test_what_is_computed_again_takes_the_form_that_it_took_first() -> None:
     for reentrant in (True, False):
         for within in (True, False):
             for order in (1, -1):
-                ranges, made, xs = (
-                    Ranges(late=True),
-                    [],
-                    [of_range(value_range) for value_range in given],
-                )
+                ranges = Ranges(late=True)
+                made = []
+                xs = [of_range(value_range) for value_range in given]
 
                 def layer(
                     *x: Tensor,
@@ -476,7 +465,9 @@ def test_the_host_waits_for_nothing_after_the_first_call(how: str, value_range: 
 def decode(x: Inputs, pieces: list[int]) -> Tensor:
     """Return (mu, F), computed in consecutive parts of the sequence with a carried state."""
     sums = state = None
-    found, start, values = [], 0, x["v"].shape[3]
+    found = []
+    start = 0
+    values = x["v"].shape[3]
     for piece in pieces:
         now: Any = {
             name: t[:, :, start : start + piece]

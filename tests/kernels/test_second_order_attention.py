@@ -58,10 +58,8 @@ def by_newton(x: dict[str, Any], order: Callable[[Tensor], Tensor], causal: bool
             distances = (one - keys).square().sum(-1)
             return -temperature[h] * torch.logsumexp(-distances / (2 * temperature[h]), 0)
 
-        gradient, hessian = (
-            torch.func.grad(energy)(q[b, h, t]),
-            torch.func.hessian(energy)(q[b, h, t]),
-        )
+        gradient = torch.func.grad(energy)(q[b, h, t])
+        hessian = torch.func.hessian(energy)(q[b, h, t])
         # The paper learns T' separately from T: C / T' replaces I - H = C / T.
         eye = torch.eye(len(hessian), dtype=q.dtype)
         hessian = eye - (eye - hessian) * temperature[h] / newton[h]
@@ -157,10 +155,9 @@ def test_free_energy_is_the_definition_and_has_its_bounds(temperature: float) ->
 
 @BOTH
 def test_a_turn_is_keys_in_the_query_s_frame(exact: bool) -> None:
-    x, turns = (
-        inputs(5),
-        torch.randn(1, 1, 5, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        * 3,
+    x = inputs(5)
+    turns = (
+        torch.randn(1, 1, 5, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 3
     )
     turn = torch.cat((turns.cos(), turns.sin()), dim=-1)
     found = second_order_attention(*x.values(), exact=exact, turn=turn)

@@ -73,10 +73,8 @@ def test_softmax_stays_torch_s_own(causal: bool, valid: Tensor | None) -> None:
 
 def test_bisoftmax_moves_with_its_tokens() -> None:
     """Bisoftmax is not causal: permuted tokens give permuted outputs."""
-    z, order = (
-        sphere(37, p=16, dtype=torch.float32),
-        torch.randperm(37, generator=torch.Generator().manual_seed(0)),
-    )
+    z = sphere(37, p=16, dtype=torch.float32)
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(0))
     plain, moved = (
         symmetric_attention(x, kind="bisoftmax", causal=False, implementation="triton")
         for x in (z, z[:, :, order])

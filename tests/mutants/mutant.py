@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,12 +64,11 @@ class Mutant:
 
 def read_mutants(folder: Path = LISTS) -> list[Mutant]:
     """Load all lists of a folder. Raise ValueError if two mutants have the same id."""
-    mutants = [
-        Mutant(**entry)
-        for path in sorted(folder.glob("*.yaml"))
-        for entry in yaml.safe_load(path.read_text(encoding="utf-8"))
-    ]
-    twice = {mutant.id for mutant in mutants if sum(other.id == mutant.id for other in mutants) > 1}
+    mutants = []
+    for path in sorted(folder.glob("*.yaml")):
+        mutants += [Mutant(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    uses = Counter(mutant.id for mutant in mutants)
+    twice = {name for name, count in uses.items() if count > 1}
     if twice:
         raise ValueError(f"two mutants have the id {', '.join(sorted(twice))}")
     return mutants
