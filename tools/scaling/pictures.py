@@ -394,8 +394,8 @@ def _frontier_lines(
         values = [estimate.value for estimate in estimates]
         bars = error_bars(estimates)
         if values:
-            style = {"linestyle": "", "markersize": 6, "capsize": 2, "elinewidth": 1.0}
-            axes.errorbar(where, values, yerr=bars, **style, **style)
+            points = {"linestyle": "", "markersize": 6, "capsize": 2, "elinewidth": 1.0}
+            axes.errorbar(where, values, yerr=bars, **points, **style)
         law = getattr(variant.isoflop, f"{side}_opt")
         if law is not None:
             draw_law(axes, law, *span, variant.isoflop.interval, style)
@@ -429,8 +429,8 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
         for _, run in table[table["variant"] == name].groupby("run", sort=False):
             axes.plot(run["flops"], run["loss"], color=style["color"], linewidth=0.8, alpha=0.25)
         ends = final[final["variant"] == name]
-        style = {"linestyle": "", "markersize": 4.5, "alpha": 0.75, "markeredgewidth": 0}
-        axes.plot(ends["flops"], ends["loss"], **style, **style)
+        points = {"linestyle": "", "markersize": 4.5, "alpha": 0.75, "markeredgewidth": 0}
+        axes.plot(ends["flops"], ends["loss"], **points, **style)
         words = _least_loss(axes, variant, (ends["flops"].min(), high), style) if len(ends) else ""
         handles.append(marked(linewidth=1.7, markersize=6, **style))
         labels.append(f"{name}{words}")
