@@ -146,7 +146,8 @@ def _pip(words: list[str]) -> str | None:
         for index, word in enumerate(words[:-1])
         if word == "-c" and not (ROOT / words[index + 1]).is_file()
     ]
-    return ", ".join([*missing, *sorted(extras - set(project()["optional-dependencies"]))]) or None
+    unknown = sorted(extras - set(project()["optional-dependencies"]))
+    return ", ".join([*missing, *unknown]) or None
 
 
 def _python(words: list[str], processes: int | None) -> str | None:

@@ -634,11 +634,10 @@ def test_every_third_party_import_is_declared() -> None:
     }
     distribution |= {"fla": "flash-linear-attention", "sklearn": "scikit-learn", "PIL": "pillow"}
     known = {*sys.stdlib_module_names, *ROOMS}
-    used = {
-        module.split(".")[0]
-        for name, text in source_files().items()
-        for _, module in imported(name, text)
-    } - known
+    used = set()
+    for name, text in source_files().items():
+        used |= {module.split(".")[0] for _, module in imported(name, text)}
+    used -= known
     declared = set(requirements("gpu", "deepspeed", "eval"))
     assert {name for name in used if distribution.get(name, name) not in declared} == set()
     # The reverse: every requirement is used; py-spy is a command.
@@ -667,10 +666,8 @@ def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
     """Hugging Face publishes a package `kernels`; transformers detects it by name and version."""
     from transformers.utils import import_utils
 
-    low, high = (
-        tuple(map(int, text.split(".")))
-        for text in (import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION)
-    )
+    low = tuple(map(int, import_utils.KERNELS_MIN_VERSION.split(".")))
+    high = tuple(map(int, import_utils.KERNELS_MAX_VERSION.split(".")))
     version = tuple(map(int, str(project()["version"]).split(".")))
     assert not low <= version < high
     assert not import_utils.is_kernels_available()

@@ -21,11 +21,9 @@ ROOT = GOLDEN.parents[1]
 
 def read_golden() -> dict[str, list[str]]:
     """Return test -> its texts, call after call."""
-    return (
-        yaml.load(GOLDEN.read_text(encoding="utf-8"), yaml.CSafeLoader) or {}
-        if GOLDEN.exists()
-        else {}
-    )
+    if GOLDEN.exists():
+        return yaml.load(GOLDEN.read_text(encoding="utf-8"), yaml.CSafeLoader) or {}
+    return {}
 
 
 class Wording:

@@ -200,18 +200,17 @@ def joined(weight: Tensor, size: int) -> Tensor:
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
     assert ours.shape == theirs.shape
-    return (
-        float((ours - theirs).detach().abs().max() / (float(theirs.abs().max()) or 1.0))
-        if ours.numel()
-        else 0.0
-    )
+    if ours.numel():
+        return float((ours - theirs).detach().abs().max() / (float(theirs.abs().max()) or 1.0))
+    return 0.0
 
 
 def wrong(found: dict[str, float], tolerance: float) -> dict[str, float]:
     """Return the values beyond the tolerance; -inf and zero gradients must be exact."""
     exact = ("not -inf", "padding's gradient")
-    return {
-        name: value
-        for name, value in found.items()
-        if not (value == 0.0 if name in exact else value <= tolerance)
-    }
+    beyond = {}
+    for name, value in found.items():
+        allowed = 0.0 if name in exact else tolerance
+        if not value <= allowed:
+            beyond[name] = value
+    return beyond

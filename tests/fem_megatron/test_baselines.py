@@ -143,26 +143,22 @@ def turned_slowly(x: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def normed(layer: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        (norm(q, layer.q_norm.weight), norm(k, layer.k_norm.weight))
-        if layer.shape.qk_norm
-        else (q, k)
-    )
+    if layer.shape.qk_norm:
+        return (norm(q, layer.q_norm.weight), norm(k, layer.k_norm.weight))
+    return (q, k)
 
 
 def attention(layer: Any, h: Tensor) -> Tensor:
     shape, each = layer.shape, layer.shape.heads // layer.shape.groups
     outputs = []
-    bias = (
-        layer.in_proj.bias
-        if shape.bias
-        else torch.zeros(shape.groups * shape.group_width, dtype=h.dtype)
-    )
-    turn = (
-        turned
-        if shape.rope.scaling.kind is None
-        else partial(turned_slowly, scaling=shape.rope.scaling)
-    )
+    if shape.bias:
+        bias = layer.in_proj.bias
+    else:
+        bias = torch.zeros(shape.groups * shape.group_width, dtype=h.dtype)
+    if shape.rope.scaling.kind is None:
+        turn = turned
+    else:
+        turn = partial(turned_slowly, scaling=shape.rope.scaling)
     for rows, offsets in zip(
         layer.in_proj.weight.chunk(shape.groups), bias.chunk(shape.groups), strict=True
     ):
@@ -213,11 +209,10 @@ def deltanet(layer: Any, h: Tensor) -> Tensor:
     shape = layer.shape
     dk, dv = shape.key_head, shape.value_head
     raw = (h @ layer.rates.weight.T).unflatten(-1, (shape.heads, -1))
-    decay = (
-        step_and_rate(layer, raw[..., 1], (0.0, 16.0))[1]
-        if shape.gated
-        else torch.ones(len(h), shape.heads, dtype=h.dtype)
-    )
+    if shape.gated:
+        decay = step_and_rate(layer, raw[..., 1], (0.0, 16.0))[1]
+    else:
+        decay = torch.ones(len(h), shape.heads, dtype=h.dtype)
     outputs = []
     for i, (rows, taps) in enumerate(
         zip(layer.in_proj.weight.chunk(shape.heads), layer.conv.chunk(shape.heads), strict=True)

@@ -160,11 +160,9 @@ CAUSAL = [name for name in CASES if CASES[name].get("causal", True)]
 def model_of(name: str, *, attention_backend: str = "reference", **changes: Any) -> ModelConfig:
     """Return a case's model; only the FEM has a read with a choice of backends."""
     model = replace(SMALL, **{**CASES[name], **changes})
-    return (
-        replace(model, attention_backend=attention_backend)
-        if model.mixer.startswith("fem_")
-        else model
-    )
+    if model.mixer.startswith("fem_"):
+        return replace(model, attention_backend=attention_backend)
+    return model
 
 
 def shape_of(name: str) -> BlockShape:
@@ -441,10 +439,10 @@ def test_every_mixer_that_turns_stretches(name: str) -> None:
         **close,
     )
     assert torch.equal(out(rope_scaling=RopeScaling("abf", 50.0)), out(rope_base=500_000))
-    plain, slowed, yarn, flat = (
-        out(rope_scaling=each)
-        for each in (RopeScaling(), LLAMA3, YARN, replace(YARN, attention_factor=1.0))
-    )
+    plain = out(rope_scaling=RopeScaling())
+    slowed = out(rope_scaling=LLAMA3)
+    yarn = out(rope_scaling=YARN)
+    flat = out(rope_scaling=replace(YARN, attention_factor=1.0))
     assert not any(
         torch.allclose(first, second) for first, second in combinations([plain, slowed, yarn], 2)
     )

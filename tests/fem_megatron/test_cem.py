@@ -168,11 +168,10 @@ def test_a_step_is_minus_the_gradient_of_the_energy(diagonal: str) -> None:
         h, start = tokens(9), tokens(9, seed=1)
         u = rms_norm(start, None, 1e-6).requires_grad_()
         (gradient,) = torch.autograd.grad(energy(layer, h, u, u.detach()).sum(), u)
-        moved = (
-            layer.descend(h, start, Context())
-            if isinstance(layer, CemAttention)
-            else layer.descend(h, start)
-        )
+        if isinstance(layer, CemAttention):
+            moved = layer.descend(h, start, Context())
+        else:
+            moved = layer.descend(h, start)
         torch.testing.assert_close(moved - start, -gradient, **ROUNDING)
 
 
@@ -259,9 +258,9 @@ def test_mlp_equals_a_naive_loop(preconditioner: str, residual: str) -> None:
     h = rms_norm(stream, layer.norm.weight, 1e-6)
     x = h if residual == "normalised" else stream
     for _ in range(3):
-        x = x + 0.7 * (
-            layer.gamma(h) * silu(linear(rms_norm(x, None, 1e-6), layer.up.weight))
-        ) @ layer.up.weight @ matrix(layer, 0)
+        activations = silu(linear(rms_norm(x, None, 1e-6), layer.up.weight))
+        step = 0.7 * (layer.gamma(h) * activations)
+        x = x + step @ layer.up.weight @ matrix(layer, 0)
     torch.testing.assert_close(layer(stream, Context()), x, **ROUNDING)
 
 
@@ -280,10 +279,9 @@ def matrix(layer: Layers, group: int) -> Tensor:
 @pytest.mark.parametrize("strength", [0.0, 1e-3, 1.0, 30.0])
 def test_smallest_eigenvalue(strength: float) -> None:
     rng = torch.Generator().manual_seed(0)
-    d, u, v = (
-        torch.randn(*shape, generator=rng, dtype=torch.float64)
-        for shape in ((3, 20), (3, 20, 4), (3, 20, 4))
-    )
+    d = torch.randn(3, 20, generator=rng, dtype=torch.float64)
+    u = torch.randn(3, 20, 4, generator=rng, dtype=torch.float64)
+    v = torch.randn(3, 20, 4, generator=rng, dtype=torch.float64)
     d, v = torch.nn.functional.softplus(d), v * strength
     expected = torch.linalg.eigvalsh(torch.diag_embed(d) + u @ v.mT + v @ u.mT)[:, 0]
     # Both are exact up to float64 rounding.

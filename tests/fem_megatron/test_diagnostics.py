@@ -178,14 +178,11 @@ def test_fem_by_its_equations() -> None:
     )
     p = scores.softmax(-1)
     heads, _, width = v[0].shape
-    free_energy = torch.stack(
-        [
-            (p * (beta[:, j, None, None] * v[0, :, None, :, j]).exp()).sum(-1).log()
-            / beta[:, j, None]
-            for j in range(width)
-        ],
-        -1,
-    )
+    by_channel = []
+    for j in range(width):
+        boltzmann = (beta[:, j, None, None] * v[0, :, None, :, j]).exp()
+        by_channel.append((p * boltzmann).sum(-1).log() / beta[:, j, None])
+    free_energy = torch.stack(by_channel, -1)
     mu = p @ v[0]
     assert values["energy"] == pytest.approx(-free_energy.mean().item(), **ROUNDING)
     assert values["free_energy_gap"] == pytest.approx((free_energy - mu).mean().item(), **ROUNDING)

@@ -90,8 +90,9 @@ def alone(block: Block, x: Tensor, pull: Tensor, packs: Packs, *, causal: bool) 
         where = [
             (slice(first, end), row) for row, first, end in spans(packs) if end - first == size
         ]
-        parts = [torch.stack([t[here] for here in where], dim=1) for t in (x, pull)]
-        own = gradients(block, parts[0], Context(causal=causal), parts[1])
+        xs = torch.stack([x[here] for here in where], dim=1)
+        pulls = torch.stack([pull[here] for here in where], dim=1)
+        own = gradients(block, xs, Context(causal=causal), pulls)
         for number, here in enumerate(where):
             made["out"][here] = own["out"][:, number]
             made["x"][here] = own["x"][:, number]

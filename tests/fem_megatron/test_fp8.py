@@ -4,6 +4,8 @@ set of such maps.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -55,15 +57,13 @@ def test_an_operand_is_the_nearest_number_to_the_bit(dtype: torch.dtype, of: tor
 def test_parts_scaled_separately_round_to_the_same_numbers() -> None:
     for dtype, normal in ((fp8.FORWARD, 2.0**-13), (fp8.BACKWARD, 2.0**-28)):
         full = draw(64, 32, seed=3)
-        parts = torch.cat(
-            [
-                found.double() * scale.double()
-                for found, scale in (fp8.quantised(part, dtype) for part in full.split(16))
-            ]
-        )
+        parts = []
+        for part in full.split(16):
+            found, scale = fp8.quantised(part, dtype)
+            parts.append(found.double() * scale.double())
         found, scale = fp8.quantised(full, dtype)
         same = full.abs() > normal * full.abs().max()
-        assert torch.equal(parts[same], (found.double() * scale.double())[same])
+        assert torch.equal(torch.cat(parts)[same], (found.double() * scale.double())[same])
         assert same.float().mean() > 0.9
         assert len({float(fp8.quantised(part, dtype)[1]) for part in full.split(16)}) > 1
 
@@ -134,27 +134,23 @@ def test_a_delayed_scale_goes_by_the_largest_of_the_last_steps() -> None:
             delayed.advance()
         delayed.begin(gradient=0.5)
         scales.append(delayed.by[0] * torch.tensor([1, 1, 2]))
-    x, dy = (draw(16, n, seed=seed).abs().max() for n, seed in ((32, 0), (16, 2)))
+    x = draw(16, 32, seed=0).abs().max()
+    dy = draw(16, 16, seed=2).abs().max()
+    w = weight.detach().abs().max()
     wanted = [(1, 1), (8, 1), (8, 2), (8, 2), (2, 2)]  # of x, of dy
-    assert torch.equal(
-        torch.stack(scales),
-        8
-        * torch.stack(
-            [torch.stack((a * x, weight.detach().abs().max(), b * dy)) for a, b in wanted]
-        ),
-    )
+    largest = torch.stack([torch.stack((a * x, w, b * dy)) for a, b in wanted])
+    assert torch.equal(torch.stack(scales), 8 * largest)
 
 
 def test_another_length_of_history_takes_over_the_last_steps() -> None:
     kept = draw(4, 1, 3, seed=9).abs()
     for steps, wanted in ((2, kept[:2]), (4, kept), (6, torch.cat((kept, torch.zeros(2, 1, 3))))):
         delayed = history(draw(16, 16, seed=1), steps)
-        delayed.restore(
-            lambda asked: {
-                name: kept[:, 0] for name, one in asked.items() if one.local_shape == (4, 3)
-            },
-            4,
-        )
+
+        def load(entries: dict[str, Any]) -> dict[str, Tensor]:
+            return {name: kept[:, 0] for name, one in entries.items() if one.local_shape == (4, 3)}
+
+        delayed.restore(load, 4)
         assert torch.equal(delayed.history, wanted)
         delayed.restore(dict, None)  # the checkpoint of a run without a history
         assert not delayed.history.any()
@@ -223,10 +219,8 @@ def test_the_maps_of_a_layer_and_its_weights(mixer: str) -> None:
     config = transformer_config(model, Layout())
     groups = ProcessGroupCollection.use_mpu_process_groups()
     shape = catalogue.block(model, mixer, 0)
-    off, on = (
-        MegatronBlock(config, shape=shape, causal=True, fp8=wanted, pg_collection=groups)
-        for wanted in (False, True)
-    )
+    off = MegatronBlock(config, shape=shape, causal=True, fp8=False, pg_collection=groups)
+    on = MegatronBlock(config, shape=shape, causal=True, fp8=True, pg_collection=groups)
 
     def parameters(block: MegatronBlock) -> list[tuple[str, torch.Size, torch.dtype]]:
         return [(name, one.shape, one.dtype) for name, one in block.named_parameters()]

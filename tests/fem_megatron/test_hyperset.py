@@ -364,9 +364,8 @@ def test_where_causal_a_step_lowers_the_token_s_own_energy(attention: str) -> No
         layer.subspaces.weight.copy_(torch.linalg.qr(layer.subspaces.weight)[0])
         layer.subspaces_norm.weight.fill_(1.0)
     x = tokens(9)
-    before, after = (
-        turned(layer, layer.project_heads(part, Context())) for part in (x, layer(x, Context()))
-    )
+    before = turned(layer, layer.project_heads(x, Context()))
+    after = turned(layer, layer.project_heads(layer(x, Context()), Context()))
     energies = [attention_energy(z, before, kind=attention).sum(1) for z in (before, after)]
     # With softmax, the first token attends only to itself: its energy is that of its norm, which
     # the step cannot lower on the sphere.

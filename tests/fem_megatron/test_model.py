@@ -69,7 +69,10 @@ def test_undrawn_weights_are_nan_and_drawn_ones_the_same_from_several_threads(
     for name, weight in drawn.items():
         assert torch.equal(several[name], weight) and undrawn[name].spec == weight.spec
         constant = isinstance(weight.spec.init, int | float)
-        assert torch.equal(undrawn[name], weight) if constant else undrawn[name].isnan().all(), name
+        if constant:
+            assert torch.equal(undrawn[name], weight), name
+        else:
+            assert undrawn[name].isnan().all(), name
     assert any(weight.isnan().any() for weight in undrawn.values())
 
 
@@ -152,11 +155,10 @@ def test_what_is_computed_again_or_offloaded_has_the_same_gradients_to_the_bit(
         padding.model_of("not padded", tied=True), pattern=FAMILIES, num_layers=len(FAMILIES)
     )
     tokens, labels = padding.batch(model)
-    context = (
-        Context(documents=Documents.of((torch.arange(padding.LENGTH) % 4 == 0).expand_as(tokens)))
-        if documents
-        else None
-    )
+    context = None
+    if documents:
+        begins = (torch.arange(padding.LENGTH) % 4 == 0).expand_as(tokens)
+        context = Context(documents=Documents.of(begins))
     kept, found = list[int](), []
 
     def noted(t: torch.Tensor) -> torch.Tensor:

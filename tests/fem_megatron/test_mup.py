@@ -280,10 +280,8 @@ def test_scores_are_scaled_by_the_root_of_the_base_over_the_width(name: str) -> 
     smaller queries. Float64: 1e-12.
     """
     model, width = SCALED[name]
-    scaled, plain = (
-        build(each, torch.float64)
-        for each in (mup(model, model.hidden_size, 2 * width), mup(model, model.hidden_size))
-    )
+    scaled = build(mup(model, model.hidden_size, 2 * width), torch.float64)
+    plain = build(mup(model, model.hidden_size), torch.float64)
     rows = query_rows(model)
     with torch.no_grad():
         plain.load_state_dict(scaled.state_dict())

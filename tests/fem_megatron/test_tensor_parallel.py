@@ -190,11 +190,10 @@ def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
     for case in cases:
         sequence = case[-1] == "TP2+SP"
         if case in SENT:
-            found = {
-                f"{kind}, {length}": count_sent(case[0], kind, length)
-                for kind in ("states", "all_to_all")
-                for length in (12, 48)
-            }
+            found = {}
+            for kind in ("states", "all_to_all"):
+                for length in (12, 48):
+                    found[f"{kind}, {length}"] = count_sent(case[0], kind, length)
         elif case[-1] == WIDE_RING:
             found = compare_cut(case[0], "ring", beta=200.0) | compare_late(case[0], "ring")
         elif case[-1] == WIDE_RANGE:

@@ -67,7 +67,8 @@ def test_equals_the_loop_with_all_gradients(
     for function in (windowed_attention, by_token):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         out = function(leaves[0], leaves[1], leaves[2], window, valid if padding else None)
-        results.append((out, *torch.autograd.grad((out * draw(*out.shape, seed=3)).sum(), leaves)))
+        loss = (out * draw(*out.shape, seed=3)).sum()
+        results.append((out, *torch.autograd.grad(loss, leaves)))
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, **FP64)
 

@@ -61,12 +61,8 @@ def mend_bfloat16() -> None:
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         pair = (source.dtype.scalar, target.scalar)
         if pair == (tl.float32, tl.bfloat16):
-            rounded = (
-                torch.from_numpy(np.ascontiguousarray(source.data))
-                .bfloat16()
-                .view(torch.uint16)
-                .numpy()
-            )
+            numbers = torch.from_numpy(np.ascontiguousarray(source.data))
+            rounded = numbers.bfloat16().view(torch.uint16).numpy()
             return TensorHandle(rounded.reshape(source.data.shape), tl.bfloat16)
         if pair == (tl.bfloat16, tl.float32):
             return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

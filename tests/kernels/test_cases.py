@@ -83,16 +83,14 @@ def calls() -> Iterator[Any]:
     for op, suite in SUITES.items():
         for implementation in IMPLEMENTATIONS.get(op, ("triton", "reference")):
             cases = [each for each in suite.cases if fits(op, implementation, each)]
-            alike = (
-                [each for each in cases if NUMBERS.search(each)]
-                if implementation == "triton"
-                else cases
-            )
+            if implementation == "triton":
+                alike = [each for each in cases if NUMBERS.search(each)]
+            else:
+                alike = cases
             repeated = {each for n, each in enumerate(alike) if n % 3}
             for n, case in enumerate(cases):
-                for m, kind in enumerate(
-                    TYPES if n or implementation != "reference" else (*TYPES, "float16")
-                ):
+                types = (*TYPES, "float16") if n == 0 and implementation == "reference" else TYPES
+                for m, kind in enumerate(types):
                     quick = case not in repeated and n % 2 == m
                     marks = [] if n == 0 or quick else [pytest.mark.slow]
                     yield pytest.param(

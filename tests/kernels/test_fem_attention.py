@@ -97,10 +97,8 @@ def test_the_gap_is_a_divergence_and_the_free_energy_shifts_with_its_values(
     dtype = torch.float32 if implementation in ("sdpa", "triton") else torch.float64
     x = {name: t.detach() for name, t in inputs(dtype, beta=beta, uniform=uniform).items()}
     ones = torch.ones_like(x["v"])
-    mu, free = (
-        fem_attention(x["q"], x["k"], x["v"], x["beta"], lam, implementation=implementation)
-        for lam in (0 * ones, ones)
-    )
+    mu = fem_attention(x["q"], x["k"], x["v"], x["beta"], 0 * ones, implementation=implementation)
+    free = fem_attention(x["q"], x["k"], x["v"], x["beta"], ones, implementation=implementation)
     # Rounding of sums over 21 tokens of the values' size, and of a logarithm divided by beta.
     rounding = 20 * torch.finfo(dtype).eps * (uniform + 1 / beta)
     assert (free >= mu - rounding).all() and (free <= x["v"].cummax(2).values + rounding).all()
@@ -164,10 +162,10 @@ def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> N
 @fast_and_exact
 def test_an_output_moves_by_rounding_at_most_when_later_tokens_change(implementation: str) -> None:
     x = inputs()
-    later = {
-        name: t if name == "beta" else torch.cat((t[:, :, :13], 1.5 * t[:, :, 13:].flip(2)), 2)
-        for name, t in x.items()
-    }
+    later = x.copy()
+    for name, t in x.items():
+        if name != "beta":
+            later[name] = torch.cat((t[:, :, :13], 1.5 * t[:, :, 13:].flip(2)), 2)
     with torch.no_grad():
         o, moved = (fem_attention(**given, implementation=implementation) for given in (x, later))
     # The later tokens move the values' centre, which changes float32's rounding.
@@ -213,10 +211,9 @@ def test_beyond_its_range_the_reference_runs_and_it_is_reported_once(
 def test_bfloat16_free_energy_gap_keeps_its_digits_at_small_beta(beta: float) -> None:
     x = {name: t.detach().bfloat16() for name, t in inputs(beta=beta, tokens=128).items()}
     wide = {name: x[name].double() for name in ("q", "k", "v", "beta")}
-    mu, free_energy = (
-        definition(dict.fromkeys((*TENSORS, *KNOWN[1:])) | {"causal": True} | given)[0]
-        for given in (wide | {"beta": None}, wide)
-    )
+    others: dict[str, Any] = dict.fromkeys((*TENSORS, *KNOWN[1:])) | {"causal": True}
+    mu = definition(others | wide | {"beta": None})[0]
+    free_energy = definition(others | wide)[0]
     # lam is float32 with bfloat16 inputs; its gradient is F - mu.
     lam = torch.full(mu.shape, 0.5, requires_grad=True)
     o = fem_attention(x["q"], x["k"], x["v"], x["beta"].float(), lam, implementation="fused")

@@ -175,11 +175,10 @@ def test_only_a_wild_channel_is_read_again(case: str, causal: bool) -> None:
         )
         for n in (0, 3):  # o and the gradient of v
             differs = (found[n] != fast[n]).any(2).nonzero().tolist()
-            assert (
-                differs == [[0, 0, 3], [0, 1, 9]]
-                if n == 0 and causal
-                else all(at in [[0, 0, 3], [0, 1, 9]] for at in differs)
-            )
+            if n == 0 and causal:
+                assert differs == [[0, 0, 3], [0, 1, 9]]
+            else:
+                assert all(at in [[0, 0, 3], [0, 1, 9]] for at in differs)
 
 
 def test_the_work_of_a_wild_channel_is_its_head_s_and_linear_in_the_length() -> None:
@@ -195,10 +194,10 @@ def test_the_work_of_a_wild_channel_is_its_head_s_and_linear_in_the_length() -> 
             with_gradients(x, linear_read)
         return counted.found
 
-    calm, one, two, four = (
-        exponentials(512, *wild)
-        for wild in ((), [(1, 0, 3)], [(1, 0, 3), (0, 2, 5)], [(0, n, 1) for n in range(4)])
-    )
+    calm = exponentials(512)
+    one = exponentials(512, (1, 0, 3))
+    two = exponentials(512, (1, 0, 3), (0, 2, 5))
+    four = exponentials(512, *((0, n, 1) for n in range(4)))
     assert two - calm == 2 * (one - calm) and four - calm == 4 * (one - calm)
     assert exponentials(2048, (1, 0, 3)) == pytest.approx(4 * one, rel=0.01)
     tokens, (dk, dv) = 512, (12, 10)
@@ -290,10 +289,8 @@ def forms_of_calls(ranges: Ranges, value_ranges: list[float], how: str = "refere
 
         o, *gradients = with_gradients(x, decided)
         assert o.isfinite().all() and all(g.isfinite().all() for g in gradients)
-        fast, exact = (
-            linear_read(*(x[name] for name in NAMES), exact=form, implementation=how)
-            for form in (False, None)
-        )
+        fast = linear_read(*(x[name] for name in NAMES), exact=False, implementation=how)
+        exact = linear_read(*(x[name] for name in NAMES), exact=None, implementation=how)
         assert torch.equal(fast, exact) is (value_range <= 80)
         found.append(ranges.forms()[-1])
         assert torch.equal(o, exact if found[-1] else fast)
@@ -374,10 +371,8 @@ def test_the_fast_form_beyond_its_range_is_finite_and_loses_only_what_is_far_bel
     x, wide = of_range(value_range), of_range(value_range, torch.float64)
     truth = with_gradients(wide, partial(linear_read, exact=True))
     mu = with_gradients(wide | {"lam": 0 * wide["lam"]}, partial(linear_read, exact=True))
-    one, other = (
-        with_gradients(x, partial(linear_read, exact=False, implementation=how))
-        for how in ("reference", "triton")
-    )
+    one = with_gradients(x, partial(linear_read, exact=False, implementation="reference"))
+    other = with_gradients(x, partial(linear_read, exact=False, implementation="triton"))
     assert all(
         relative(got, wanted) < 1e-5 and got.isfinite().all()
         for got, wanted in zip(other, one, strict=True)
@@ -420,11 +415,10 @@ def test_what_is_computed_again_takes_the_form_that_it_took_first() -> None:
 
                 for x in xs:
                     arguments = [x[name] for name in NAMES]
-                    made.append(
-                        layer(*arguments)
-                        if within
-                        else checkpoint(layer, *arguments, use_reentrant=reentrant)
-                    )
+                    if within:
+                        made.append(layer(*arguments))
+                    else:
+                        made.append(checkpoint(layer, *arguments, use_reentrant=reentrant))
                 forms = ranges.forms()
                 assert forms == [0, 0, 1, 1, 0, 0]
                 for x, o, form in list(zip(xs, made, forms, strict=True))[::order]:
@@ -489,11 +483,9 @@ def decode(x: Inputs, pieces: list[int]) -> Tensor:
 
 
 def ordered(x: Inputs, order: str) -> Inputs:
-    return (
-        x
-        if order == "as they come"
-        else x | {"v": x["v"].sort(dim=2, descending=order == "falling").values}
-    )
+    if order == "as they come":
+        return x
+    return x | {"v": x["v"].sort(dim=2, descending=order == "falling").values}
 
 
 every_order = pytest.mark.parametrize("order", ["as they come", "rising", "falling"])

@@ -173,10 +173,8 @@ def test_the_rows_alone_or_the_state_alone_are_differentiated(which: int) -> Non
 def test_one_key_for_all_heads_and_decays_in_float32_next_to_bfloat16() -> None:
     x = inputs(18, "a decay a head", heads=2)
     shared = x["k"][:, :1]
-    spread, copied = (
-        linear_attention(**x | {"k": k}, implementation="triton")[0]
-        for k in (shared.expand(-1, 2, -1, -1), shared.repeat(1, 2, 1, 1))
-    )
+    spread = linear_attention(**x | {"k": shared.expand(-1, 2, -1, -1)}, implementation="triton")[0]
+    copied = linear_attention(**x | {"k": shared.repeat(1, 2, 1, 1)}, implementation="triton")[0]
     assert torch.equal(spread, copied)
     mixed = {name: t.bfloat16() if name in ("q", "k", "v") else t for name, t in x.items()}
     leaf = mixed["log_decay"].clone().requires_grad_()

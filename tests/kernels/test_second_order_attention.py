@@ -32,10 +32,9 @@ def inputs(
     t: int, *, b: int = 2, h: int = 2, d: int = 4, dtype: torch.dtype = torch.float64
 ) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(t)
-    q, k, w = (
-        torch.randn(*shape, generator=rng, dtype=torch.float64)
-        for shape in ((b, h, t, d), (b, h, t, d), (h, d, 3 * d))
-    )
+    q = torch.randn(b, h, t, d, generator=rng, dtype=torch.float64)
+    k = torch.randn(b, h, t, d, generator=rng, dtype=torch.float64)
+    w = torch.randn(h, d, 3 * d, generator=rng, dtype=torch.float64)
     heads = torch.linspace(d, 1.5 * d, h, dtype=torch.float64)
     return {
         name: x.to(dtype)

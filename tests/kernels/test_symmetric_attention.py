@@ -44,11 +44,10 @@ def test_is_the_gradient_of_its_energy(kind: str, causal: bool) -> None:
     z = sphere(9).requires_grad_()
     alone = causal or kind == "softmax"  # each token's energy, with the keys held fixed
     energy = attention_energy(z, z.detach() if alone else None, kind=kind, causal=causal)
-    read = (
-        symmetric_linear_attention(z, causal=causal)[0]
-        if kind == "linear"
-        else symmetric_attention(z, kind=kind, causal=causal)
-    )
+    if kind == "linear":
+        read = symmetric_linear_attention(z, causal=causal)[0]
+    else:
+        read = symmetric_attention(z, kind=kind, causal=causal)
     torch.testing.assert_close(torch.autograd.grad(energy.sum(), z)[0], read, **ROUNDING)
 
 
