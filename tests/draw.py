@@ -28,11 +28,9 @@ Recorded = dict[str, dict[str, float]]
 
 def read_durations() -> Recorded:
     """Return the recorded durations; empty without a record."""
-    return (
-        json.loads(DURATIONS.read_text(encoding="utf-8"))
-        if DURATIONS.exists()
-        else {"quick files": {}, "slow tests": {}}
-    )
+    if DURATIONS.exists():
+        return json.loads(DURATIONS.read_text(encoding="utf-8"))
+    return {"quick files": {}, "slow tests": {}}
 
 
 def function_of(case: str) -> str:
@@ -71,7 +69,8 @@ def draw(cases: Iterable[str], seconds: Mapping[str, float], budget: float, seed
                 case for case in waiting[function] if seconds_of(case, seconds) <= budget
             ]
             if waiting[function]:
-                drawn.append(case := waiting[function].pop())
+                case = waiting[function].pop()
+                drawn.append(case)
                 budget -= seconds_of(case, seconds)
                 files[file_of(case)] += seconds_of(case, seconds)
     return sorted(drawn, key=lambda case: (-files[file_of(case)], case))
@@ -104,10 +103,9 @@ def measured(reports: Iterable[tuple[str, str, float, bool]]) -> Recorded:
     for function, each in functions.items():
         mean = sum(each.values()) / len(each)
         alone = {case: seconds for case, seconds in each.items() if seconds > max(OWN, 2 * mean)}
-        found |= {
-            function: (sum(each.values()) - sum(alone.values())) / (len(each) - len(alone)),
-            **alone,
-        }
+        shared = sum(each.values()) - sum(alone.values())
+        found[function] = shared / (len(each) - len(alone))
+        found |= alone
     return {"quick files": dict(quick), "slow tests": found}
 
 
@@ -126,12 +124,12 @@ def merged(recorded: Recorded, found: Recorded) -> Recorded:
             if seconds >= 0.01 or name not in recorded[kind]
         }
         values = {**recorded[kind], **new}
-        kept = {
-            name: float(f"{seconds:.2g}")
-            for name, seconds in sorted(values.items())
-            if (seconds >= LEAST or kind == "slow tests")
-            and (DURATIONS.parents[1] / file_of(name)).exists()
-        }
+        kept = {}
+        for name, seconds in sorted(values.items()):
+            if kind == "quick files" and seconds < LEAST:
+                continue
+            if (DURATIONS.parents[1] / file_of(name)).exists():
+                kept[name] = float(f"{seconds:.2g}")
         answer[kind] = kept
     return answer
 
@@ -182,11 +180,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore files without slow tests during a draw."""
     drawing = config.getoption("--slow-seconds") is not None and collection_path.suffix == ".py"
-    return (
-        True
-        if drawing and not re.search(r"mark\.slow\b", collection_path.read_text(encoding="utf-8"))
-        else None
-    )
+    if drawing and not re.search(r"mark\.slow\b", collection_path.read_text(encoding="utf-8")):
+        return True
+    return None
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -203,11 +199,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"slow tests for {budget:g} recorded seconds; the same ones: pytest -m slow --slow-seconds"
         f" {budget:g} --slow-seed {seed}"
     ]
-    return (
-        [*lines, f"never drawn, since one case takes longer: {', '.join(longer)}"]
-        if longer
-        else lines
-    )
+    if longer:
+        return [*lines, f"never drawn, since one case takes longer: {', '.join(longer)}"]
+    return lines
 
 
 @pytest.hookimpl(trylast=True)  # runs after -m has deselected the quick tests

@@ -139,7 +139,8 @@ def _pretrain(
     from pretrain.data.staging import Staged
     from pretrain.trainer import Trainer
 
-    nap, (step, file) = naps.get(int(os.environ["RANK"]), 0.0), held or (math.inf, Path())
+    nap = naps.get(int(os.environ["RANK"]), 0.0)
+    step, file = held or (math.inf, Path())
 
     class Slow(Trainer):
         """Trainer with delayed data."""
@@ -198,15 +199,10 @@ def send(process: BaseProcess, number: signal.Signals) -> None:
 def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Return the complete lines of a JSON lines file in a run directory."""
     path = run_dir / name
-    return (
-        [
-            json.loads(line)
-            for line in path.read_text().splitlines(keepends=True)
-            if line.endswith("\n")
-        ]
-        if path.exists()
-        else []
-    )
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def losses(run_dir: Path) -> dict[int, tuple[float, float]]:

@@ -58,11 +58,10 @@ def parse_alone(words: list[str]) -> None:
     cli.parse = stopping(cli.parse)
     sys.argv[1:] = words[2:] if words[0] == "-m" else words[1:]
     with contextlib.suppress(Parsed):
-        (
+        if words[0] == "-m":
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-            if words[0] == "-m"
-            else runpy.run_path(words[0], run_name="__main__")
-        )
+        else:
+            runpy.run_path(words[0], run_name="__main__")
         sys.exit("it parses no arguments")
 
 
@@ -71,11 +70,9 @@ def commands_of(text: str) -> list[str]:
     and prompts.
     """
     joined = re.sub(r"\\\n\s*", "", text)
-    fenced = [
-        line
-        for block in re.findall(r"^```sh\n(.*?)^```", joined, re.MULTILINE | re.DOTALL)
-        for line in block.splitlines()
-    ]
+    fenced: list[str] = []
+    for block in re.findall(r"^```sh\n(.*?)^```", joined, re.MULTILINE | re.DOTALL):
+        fenced += block.splitlines()
     indented = re.findall(
         r"^ {4}((?:[\w./-]*/)?(?:python3?|torchrun|make|pip) .*)",
         re.sub(r"^```.*?^```", "", joined, flags=re.M | re.S),
@@ -109,11 +106,9 @@ def fault(command: str) -> str | None:
         options = re.fullmatch(
             r"(?:--standalone )?--nproc-per-node (\d+) (-m .*)", shlex.join(words)
         )
-        return (
-            _python(shlex.split(options[2]), int(options[1]))
-            if options
-            else "torchrun's options are not those of our documents"
-        )
+        if not options:
+            return "torchrun's options are not those of our documents"
+        return _python(shlex.split(options[2]), int(options[1]))
     if name.startswith("python"):
         return _python(words, None)
     if name == "sbatch":
@@ -130,9 +125,9 @@ def fault(command: str) -> str | None:
         )
         # It prints a hint about its news to stderr once a day.
         return missing or (known.stderr if known.returncode else None)
-    return (
-        None if name in ("git", "cd") else f"{program} is not a command that this test understands"
-    )
+    if name in ("git", "cd"):
+        return None
+    return f"{program} is not a command that this test understands"
 
 
 def ended(command: list[str], environment: dict[str, str] | None = None) -> str | None:
@@ -142,18 +137,17 @@ def ended(command: list[str], environment: dict[str, str] | None = None) -> str 
 
 
 def _pip(words: list[str]) -> str | None:
-    extras = {
-        extra
-        for word in words
-        for listed in re.findall(r"^\.\[(.*)\]$", word)
-        for extra in listed.split(",")
-    }
+    extras = set()
+    for word in words:
+        if listed := re.fullmatch(r"\.\[(.*)\]", word):
+            extras |= set(listed[1].split(","))
     missing = [
         words[index + 1]
         for index, word in enumerate(words[:-1])
         if word == "-c" and not (ROOT / words[index + 1]).is_file()
     ]
-    return ", ".join([*missing, *sorted(extras - set(project()["optional-dependencies"]))]) or None
+    unknown = sorted(extras - set(project()["optional-dependencies"]))
+    return ", ".join([*missing, *unknown]) or None
 
 
 def _python(words: list[str], processes: int | None) -> str | None:
@@ -218,9 +212,8 @@ def trained_in(command: str) -> Path | None:
 def test_no_command_of_a_document_finds_the_run_of_another_complete() -> None:
     """A reader types the commands one after the other."""
     for name, text in texts(".md").items():
-        places = [
-            place for command in commands_of(text) if (place := trained_in(command)) is not None
-        ]
+        trained = [trained_in(command) for command in commands_of(text)]
+        places = [place for place in trained if place is not None]
         assert len(places) == len(set(places)), (name, places)
 
 

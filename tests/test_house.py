@@ -47,7 +47,8 @@ TORCH_FREE = [
     "pretrain.data.facts",
 ]
 # Modules that use CUDA: the real machine, and an assumed one for traces.
-PLATFORM, FAKE_MACHINE = "fem_megatron/megatron/platform.py", "fem_megatron/meta/fake_machine.py"
+PLATFORM = "fem_megatron/megatron/platform.py"
+FAKE_MACHINE = "fem_megatron/meta/fake_machine.py"
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 700, 100
 PROSE_COLUMNS = 100
@@ -186,13 +187,11 @@ def patches_a_library(sources: Sources) -> list[str]:
             theirs[name] |= {alias.asname or alias.name for alias in node.names}
     faults = []
     for name, node in nodes(sources, (PLATFORM,)):
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [node.target]
-            if isinstance(node, ast.AugAssign | ast.AnnAssign)
-            else []
-        )
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
         written = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
             written = [ast.unparse(node.args[0])]
@@ -249,7 +248,9 @@ def too_long(sources: Sources) -> list[str]:
     for name, text in sources.items():
         for node in walked(text):
             if isinstance(node, ast.Module):
-                what, lines, most = "the module", len(text.splitlines()), MODULE_LINES
+                what = "the module"
+                lines = len(text.splitlines())
+                most = MODULE_LINES
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 what, most = node.name, FUNCTION_LINES
@@ -633,11 +634,10 @@ def test_every_third_party_import_is_declared() -> None:
     }
     distribution |= {"fla": "flash-linear-attention", "sklearn": "scikit-learn", "PIL": "pillow"}
     known = {*sys.stdlib_module_names, *ROOMS}
-    used = {
-        module.split(".")[0]
-        for name, text in source_files().items()
-        for _, module in imported(name, text)
-    } - known
+    used = set()
+    for name, text in source_files().items():
+        used |= {module.split(".")[0] for _, module in imported(name, text)}
+    used -= known
     declared = set(requirements("gpu", "deepspeed", "eval"))
     assert {name for name in used if distribution.get(name, name) not in declared} == set()
     # The reverse: every requirement is used; py-spy is a command.
@@ -666,10 +666,8 @@ def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
     """Hugging Face publishes a package `kernels`; transformers detects it by name and version."""
     from transformers.utils import import_utils
 
-    low, high = (
-        tuple(map(int, text.split(".")))
-        for text in (import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION)
-    )
+    low = tuple(map(int, import_utils.KERNELS_MIN_VERSION.split(".")))
+    high = tuple(map(int, import_utils.KERNELS_MAX_VERSION.split(".")))
     version = tuple(map(int, str(project()["version"]).split(".")))
     assert not low <= version < high
     assert not import_utils.is_kernels_available()

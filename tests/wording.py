@@ -21,11 +21,9 @@ ROOT = GOLDEN.parents[1]
 
 def read_golden() -> dict[str, list[str]]:
     """Return test -> its texts, call after call."""
-    return (
-        yaml.load(GOLDEN.read_text(encoding="utf-8"), yaml.CSafeLoader) or {}
-        if GOLDEN.exists()
-        else {}
-    )
+    if GOLDEN.exists():
+        return yaml.load(GOLDEN.read_text(encoding="utf-8"), yaml.CSafeLoader) or {}
+    return {}
 
 
 class Wording:
@@ -34,13 +32,11 @@ class Wording:
     def __init__(
         self, test: str, expected: list[str], updating: bool, names: dict[str, str]
     ) -> None:
-        self.test, self.expected, self.updating, self.names, self.recorded = (
-            test,
-            expected,
-            updating,
-            names,
-            list[str](),
-        )
+        self.test = test
+        self.expected = expected
+        self.updating = updating
+        self.names = names
+        self.recorded = list[str]()
 
     def __call__(self, text: object, **names: object) -> None:
         """Compare ``text`` with the golden file. ``names`` (WORD=value): values that differ from

@@ -58,16 +58,15 @@ def compare(vocabulary: str, tied: bool, **layout: Any) -> dict[str, float]:
 
     from fem_megatron.megatron.model import Layout, build, global_name
 
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
     model = model_of(vocabulary, tied)
     assert model.vocab_size is not None
     (chunk,) = build(model, Layout(tensor_model_parallel_size=size, **layout), LENGTH, seed=1)
     tokens, labels = batch(model)
     positions = torch.arange(LENGTH).expand_as(tokens)
-    losses, z_loss = chunk(tokens, positions, None, labels=labels), layout.get("z_loss", 0.0)
+    losses = chunk(tokens, positions, None, labels=labels)
+    z_loss = layout.get("z_loss", 0.0)
     losses.mean().backward()
     with torch.no_grad():
         logits = chunk(tokens, positions, None)
@@ -147,13 +146,14 @@ def compare_chunks(vocabulary: str, tied: bool, tokens: int, **layout: Any) -> d
 
     from fem_megatron.megatron.model import Layout, build
 
-    model, size = model_of(vocabulary, tied), parallel_state.get_tensor_model_parallel_world_size()
+    model = model_of(vocabulary, tied)
+    size = parallel_state.get_tensor_model_parallel_world_size()
     text, labels = batch(model)
-    positions, mask = (
-        torch.arange(LENGTH).expand_as(text),
-        (torch.arange(BATCH * LENGTH) % 4 != 1).float().view_as(text),
-    )
-    sums, gradients, largest = [], [], []
+    positions = torch.arange(LENGTH).expand_as(text)
+    mask = (torch.arange(BATCH * LENGTH) % 4 != 1).float().view_as(text)
+    sums = []
+    gradients = []
+    largest = []
     for chunk_of in (0, tokens):
         (chunk,) = build(
             model,
@@ -200,18 +200,17 @@ def joined(weight: Tensor, size: int) -> Tensor:
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
     assert ours.shape == theirs.shape
-    return (
-        float((ours - theirs).detach().abs().max() / (float(theirs.abs().max()) or 1.0))
-        if ours.numel()
-        else 0.0
-    )
+    if ours.numel():
+        return float((ours - theirs).detach().abs().max() / (float(theirs.abs().max()) or 1.0))
+    return 0.0
 
 
 def wrong(found: dict[str, float], tolerance: float) -> dict[str, float]:
     """Return the values beyond the tolerance; -inf and zero gradients must be exact."""
     exact = ("not -inf", "padding's gradient")
-    return {
-        name: value
-        for name, value in found.items()
-        if not (value == 0.0 if name in exact else value <= tolerance)
-    }
+    beyond = {}
+    for name, value in found.items():
+        allowed = 0.0 if name in exact else tolerance
+        if not value <= allowed:
+            beyond[name] = value
+    return beyond

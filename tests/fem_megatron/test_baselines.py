@@ -86,7 +86,8 @@ LAYERS: dict[type[Shape], Callable[[Any, Any], Update]] = {
     Mamba2Shape: Mamba2,
 }
 NAMES = tuple(SHAPES)
-SQUARE, LINEAR = ("attention", "grouped", "differential"), ("deltanet", "gated_deltanet", "mamba2")
+SQUARE = ("attention", "grouped", "differential")
+LINEAR = ("deltanet", "gated_deltanet", "mamba2")
 
 
 def build(name: str, **changed: Any) -> Any:
@@ -121,7 +122,9 @@ def turned_slowly(x: Tensor, scaling: RopeScaling) -> Tensor:
     """Apply llama3's RoPE rule as its authors define it, case by case, with complex numbers for
     pairs of channels.
     """
-    half, low, turned_pairs = x.shape[-1] // 2, scaling.low_freq_factor, []
+    half = x.shape[-1] // 2
+    low = scaling.low_freq_factor
+    turned_pairs = []
     for pair in range(half):
         frequency = 10000.0 ** (-pair / half)
         wave = 2 * math.pi / frequency
@@ -140,28 +143,22 @@ def turned_slowly(x: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def normed(layer: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        (norm(q, layer.q_norm.weight), norm(k, layer.k_norm.weight))
-        if layer.shape.qk_norm
-        else (q, k)
-    )
+    if layer.shape.qk_norm:
+        return (norm(q, layer.q_norm.weight), norm(k, layer.k_norm.weight))
+    return (q, k)
 
 
 def attention(layer: Any, h: Tensor) -> Tensor:
     shape, each = layer.shape, layer.shape.heads // layer.shape.groups
-    outputs, bias = (
-        [],
-        (
-            layer.in_proj.bias
-            if shape.bias
-            else torch.zeros(shape.groups * shape.group_width, dtype=h.dtype)
-        ),
-    )
-    turn = (
-        turned
-        if shape.rope.scaling.kind is None
-        else partial(turned_slowly, scaling=shape.rope.scaling)
-    )
+    outputs = []
+    if shape.bias:
+        bias = layer.in_proj.bias
+    else:
+        bias = torch.zeros(shape.groups * shape.group_width, dtype=h.dtype)
+    if shape.rope.scaling.kind is None:
+        turn = turned
+    else:
+        turn = partial(turned_slowly, scaling=shape.rope.scaling)
     for rows, offsets in zip(
         layer.in_proj.weight.chunk(shape.groups), bias.chunk(shape.groups), strict=True
     ):
@@ -176,7 +173,9 @@ def attention(layer: Any, h: Tensor) -> Tensor:
 
 
 def differential(layer: Any, h: Tensor) -> Tensor:
-    shape, d, (a, b, c, e) = layer.shape, layer.shape.head, layer.lam
+    shape = layer.shape
+    d = layer.shape.head
+    a, b, c, e = layer.lam
     lam = (a @ b).exp() - (c @ e).exp() + 0.8 - 0.6 * math.exp(-0.9)
     outputs = []
     for rows in layer.in_proj.weight.chunk(shape.heads):
@@ -210,11 +209,10 @@ def deltanet(layer: Any, h: Tensor) -> Tensor:
     shape = layer.shape
     dk, dv = shape.key_head, shape.value_head
     raw = (h @ layer.rates.weight.T).unflatten(-1, (shape.heads, -1))
-    decay = (
-        step_and_rate(layer, raw[..., 1], (0.0, 16.0))[1]
-        if shape.gated
-        else torch.ones(len(h), shape.heads, dtype=h.dtype)
-    )
+    if shape.gated:
+        decay = step_and_rate(layer, raw[..., 1], (0.0, 16.0))[1]
+    else:
+        decay = torch.ones(len(h), shape.heads, dtype=h.dtype)
     outputs = []
     for i, (rows, taps) in enumerate(
         zip(layer.in_proj.weight.chunk(shape.heads), layer.conv.chunk(shape.heads), strict=True)
@@ -240,10 +238,8 @@ def mamba2(layer: Any, h: Tensor) -> Tensor:
     outputs = []
     for i, rows in enumerate(layer.in_proj.weight.chunk(shape.heads)):
         own = slice(i * shape.head, (i + 1) * shape.head)
-        u, z = (
-            convolved(h @ rows[: shape.head].T, layer.conv[own], layer.conv_bias[own]),
-            h @ rows[shape.head :].T,
-        )
+        u = convolved(h @ rows[: shape.head].T, layer.conv[own], layer.conv_bias[own])
+        z = h @ rows[shape.head :].T
         state, reads = h.new_zeros(shape.state, shape.head), []
         for t in range(len(h)):
             state = decay[t, i] * state + delta[t, i] * torch.outer(b[t], u[t])
@@ -289,7 +285,9 @@ def test_equals_the_definition_with_all_gradients(name: str) -> None:
         ):
             equals_the_definition(build(name, delta=delta), 5)
     if name in SQUARE:
-        layer, x, order = build(name), tokens(7), torch.tensor([3, 1, 6, 0, 2, 5, 4])
+        layer = build(name)
+        x = tokens(7)
+        order = torch.tensor([3, 1, 6, 0, 2, 5, 4])
         # Without a mask and positions, a mixer is equivariant to the order of the tokens.
         flat = Context(causal=False, positions=torch.zeros(7))
         torch.testing.assert_close(layer(x, flat)[order], layer(x[order], flat), **ROUNDING)
@@ -355,12 +353,10 @@ def test_time_steps_start_in_the_papers_ranges() -> None:
     zero = torch.zeros(16, dtype=torch.float64)
     delta, log_decay = time_steps(zero, zero, zero, (1.0, 16.0), 16, 0)
     rates = -log_decay / delta
-    assert (
-        0.001 <= delta.min() < 0.002
-        and 0.05 < delta.max() <= 0.1
-        and 1.0 <= rates.min() < 2.0
-        and 15.0 < rates.max() <= 16.0
-    )
+    assert 0.001 <= delta.min() < 0.002
+    assert 0.05 < delta.max() <= 0.1
+    assert 1.0 <= rates.min() < 2.0
+    assert 15.0 < rates.max() <= 16.0
     assert abs(float(torch.corrcoef(torch.stack((delta.log(), rates)))[0, 1])) < 0.3
     parts = [
         torch.stack(time_steps(zero[:8], zero[:8], zero[:8], (1.0, 16.0), 16, first))

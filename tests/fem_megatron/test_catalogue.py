@@ -51,10 +51,8 @@ LENGTH = 13
 # together: equal up to rounding, not bit-identical.
 ROUNDED = 1e-12
 
-LLAMA3, YARN = (
-    RopeScaling("llama3", 4.0, 400),
-    RopeScaling("yarn", 4.0, 24, beta_fast=4.0, beta_slow=0.5),
-)
+LLAMA3 = RopeScaling("llama3", 4.0, 400)
+YARN = RopeScaling("yarn", 4.0, 24, beta_fast=4.0, beta_slow=0.5)
 SWITCHED: dict[str, Any] = {
     "attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5),
     "rope_scaling": LLAMA3,
@@ -162,11 +160,9 @@ CAUSAL = [name for name in CASES if CASES[name].get("causal", True)]
 def model_of(name: str, *, attention_backend: str = "reference", **changes: Any) -> ModelConfig:
     """Return a case's model; only the FEM has a read with a choice of backends."""
     model = replace(SMALL, **{**CASES[name], **changes})
-    return (
-        replace(model, attention_backend=attention_backend)
-        if model.mixer.startswith("fem_")
-        else model
-    )
+    if model.mixer.startswith("fem_"):
+        return replace(model, attention_backend=attention_backend)
+    return model
 
 
 def shape_of(name: str) -> BlockShape:
@@ -221,11 +217,9 @@ def test_every_parameter_has_a_finite_gradient(name: str, length: int) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right(name: str) -> None:
-    block, x, context = (
-        block_of(name),
-        tokens(name, 3)[:, :1].requires_grad_(),
-        Context(causal=is_causal(name)),
-    )
+    block = block_of(name)
+    x = tokens(name, 3)[:, :1].requires_grad_()
+    context = Context(causal=is_causal(name))
     names = [key for key, _ in block.named_parameters()]
 
     def function(x: Tensor, *weights: Tensor) -> Tensor:
@@ -279,11 +273,9 @@ def test_planned_flops_are_those_that_torch_counts(name: str, documents: tuple[i
     """
     if name in ("differential", "differential normed", "fem budget ii", "fem plain"):
         pytest.skip("on a CPU attention's widths are padded to one, and the zeros are counted, too")
-    block, length, context = (
-        block_of(name, torch.float32, attention_backend="fused"),
-        sum(documents),
-        Context(causal=is_causal(name)),
-    )
+    block = block_of(name, torch.float32, attention_backend="fused")
+    length = sum(documents)
+    context = Context(causal=is_causal(name))
     costs = [(length, shape_of(name).flops(length, whole_square=True))]
     if len(documents) > 1:
         costs = [
@@ -334,29 +326,24 @@ def guarded() -> list[tuple[str, Any]]:
         default = getattr(ModelConfig(), item.name)
         if item.name in catalogue.EVERYONES:
             continue
-        inner = (
-            [
+        parts = [(item.name, item, default)]
+        if is_dataclass(default) and fields(default):
+            parts = [
                 (f"{item.name}.{part.name}", part, getattr(default, part.name))
                 for part in fields(default)
             ]
-            if is_dataclass(default)
-            else []
-        )
-        for key, part, value in inner or [(item.name, item, default)]:
+        for key, part, value in parts:
             found.append((key, other(value, spec(part).choices)))
     return found
 
 
 def with_key(model: ModelConfig, key: str, value: Any) -> ModelConfig:
     section, _, name = key.rpartition(".")
-    return replace(
-        model,
-        **(
-            {section: replace(getattr(model, section), **{name: value})}
-            if section
-            else {name: value}
-        ),
-    )
+    if section:
+        changed = {section: replace(getattr(model, section), **{name: value})}
+    else:
+        changed = {name: value}
+    return replace(model, **changed)
 
 
 def fitting(model: ModelConfig, key: str) -> BlockShape | None:
@@ -452,10 +439,10 @@ def test_every_mixer_that_turns_stretches(name: str) -> None:
         **close,
     )
     assert torch.equal(out(rope_scaling=RopeScaling("abf", 50.0)), out(rope_base=500_000))
-    plain, slowed, yarn, flat = (
-        out(rope_scaling=each)
-        for each in (RopeScaling(), LLAMA3, YARN, replace(YARN, attention_factor=1.0))
-    )
+    plain = out(rope_scaling=RopeScaling())
+    slowed = out(rope_scaling=LLAMA3)
+    yarn = out(rope_scaling=YARN)
+    flat = out(rope_scaling=replace(YARN, attention_factor=1.0))
     assert not any(
         torch.allclose(first, second) for first, second in combinations([plain, slowed, yarn], 2)
     )
@@ -495,10 +482,8 @@ def kept_bytes(name: str, length: int) -> int:
     """Return the bytes that autograd saves in a forward pass without parameters; forward and
     backward passes must be finite.
     """
-    block, x = (
-        block_of(name, torch.float32, attention_backend="auto"),
-        tokens(name, length, torch.float32)[:, :1].requires_grad_(),
-    )
+    block = block_of(name, torch.float32, attention_backend="auto")
+    x = tokens(name, length, torch.float32)[:, :1].requires_grad_()
     own = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
     kept: dict[int, Tensor] = {}
 

@@ -18,6 +18,7 @@ from fem_megatron.mixers.cem.layer import (
 )
 from fem_megatron.mixers.cem.shape import CemAttentionShape, CemConfig, CemMlpShape
 from fem_megatron.parallel import OneProcess
+from fem_megatron.shape import Weight
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
 from kernels.cem_attention.reference import interaction_energy, interaction_scores
@@ -167,11 +168,10 @@ def test_a_step_is_minus_the_gradient_of_the_energy(diagonal: str) -> None:
         h, start = tokens(9), tokens(9, seed=1)
         u = rms_norm(start, None, 1e-6).requires_grad_()
         (gradient,) = torch.autograd.grad(energy(layer, h, u, u.detach()).sum(), u)
-        moved = (
-            layer.descend(h, start, Context())
-            if isinstance(layer, CemAttention)
-            else layer.descend(h, start)
-        )
+        if isinstance(layer, CemAttention):
+            moved = layer.descend(h, start, Context())
+        else:
+            moved = layer.descend(h, start)
         torch.testing.assert_close(moved - start, -gradient, **ROUNDING)
 
 
@@ -253,16 +253,14 @@ def test_attention_equals_a_naive_loop(diagonal: str, preconditioner: str, resid
 @pytest.mark.parametrize("residual", ["normalised", "raw"])
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_mlp_equals_a_naive_loop(preconditioner: str, residual: str) -> None:
-    layer, stream = (
-        mlp(preconditioner=preconditioner, residual=residual, eta_mlp=0.7, steps_mlp=3),
-        tokens(5),
-    )
+    layer = mlp(preconditioner=preconditioner, residual=residual, eta_mlp=0.7, steps_mlp=3)
+    stream = tokens(5)
     h = rms_norm(stream, layer.norm.weight, 1e-6)
     x = h if residual == "normalised" else stream
     for _ in range(3):
-        x = x + 0.7 * (
-            layer.gamma(h) * silu(linear(rms_norm(x, None, 1e-6), layer.up.weight))
-        ) @ layer.up.weight @ matrix(layer, 0)
+        activations = silu(linear(rms_norm(x, None, 1e-6), layer.up.weight))
+        step = 0.7 * (layer.gamma(h) * activations)
+        x = x + step @ layer.up.weight @ matrix(layer, 0)
     torch.testing.assert_close(layer(stream, Context()), x, **ROUNDING)
 
 
@@ -281,10 +279,9 @@ def matrix(layer: Layers, group: int) -> Tensor:
 @pytest.mark.parametrize("strength", [0.0, 1e-3, 1.0, 30.0])
 def test_smallest_eigenvalue(strength: float) -> None:
     rng = torch.Generator().manual_seed(0)
-    d, u, v = (
-        torch.randn(*shape, generator=rng, dtype=torch.float64)
-        for shape in ((3, 20), (3, 20, 4), (3, 20, 4))
-    )
+    d = torch.randn(3, 20, generator=rng, dtype=torch.float64)
+    u = torch.randn(3, 20, 4, generator=rng, dtype=torch.float64)
+    v = torch.randn(3, 20, 4, generator=rng, dtype=torch.float64)
     d, v = torch.nn.functional.softplus(d), v * strength
     expected = torch.linalg.eigvalsh(torch.diag_embed(d) + u @ v.mT + v @ u.mT)[:, 0]
     # Both are exact up to float64 rounding.
@@ -362,10 +359,8 @@ def test_energies_fall_along_small_steps(preconditioner: str) -> None:
 
 def test_a_preconditioner_folded_or_not() -> None:
     for layer in both():
-        w, c = (
-            (layer.query if isinstance(layer, CemAttention) else layer.up).weight,
-            tokens(9, hidden=16),
-        )
+        w = (layer.query if isinstance(layer, CemAttention) else layer.up).weight
+        c = tokens(9, hidden=16)
         c = torch.cat((c, c), -1)[..., : len(w)]
         torch.testing.assert_close(
             layer.precondition(w, 1000)(c), layer.precondition(w, 1)(c), **ROUNDING
@@ -374,21 +369,19 @@ def test_a_preconditioner_folded_or_not() -> None:
 
 def test_numbers_of_parameters() -> None:
     """Half of attention's D^2 and two thirds of a gated MLP's; every weight counts once."""
-    shapes = (
-        CemAttentionShape.of(model(**PLAIN)).weights(),
-        CemMlpShape.of(model(**PLAIN)).weights(),
-    )
-    assert [sum(w.size for w in weights.values() if len(w.shape) == 2) for weights in shapes] == [
-        2 * 16**2,
-        2 * 16 * 24,
-    ]
-    sizes = [
-        sum(w.size for w in weights.values())
-        for weights in (layer.shape.weights() for layer in both())
-    ]
+
+    def matrices(weights: dict[str, Weight]) -> int:
+        return sum(weight.size for weight in weights.values() if len(weight.shape) == 2)
+
+    assert matrices(CemAttentionShape.of(model(**PLAIN)).weights()) == 2 * 16**2
+    assert matrices(CemMlpShape.of(model(**PLAIN)).weights()) == 2 * 16 * 24
+    sizes = []
+    for layer in both():
+        sizes.append(sum(weight.size for weight in layer.shape.weights().values()))
     preconditioners = [4 * 16 * (1 + 2 * 4), 16 * (1 + 2 * 16)]
     assert sizes == [
         16 + 2 * 16**2 + 2 + 16 + preconditioners[0],
         16 + 2 * 16 * 24 + preconditioners[1],
     ]
-    assert [sum(weight.numel() for weight in layer.parameters()) for layer in both()] == sizes
+    for layer, size in zip(both(), sizes, strict=True):
+        assert sum(weight.numel() for weight in layer.parameters()) == size

@@ -89,7 +89,10 @@ def test_padding_before_and_between_changes_nothing(name: str) -> None:
     """Prompts of different lengths, a chunk that is shorter in every other row, single tokens: each
     row gives its result without the others.
     """
-    block, lengths, width, more = block_of(name), (3, 9, 1, 6), 9, [3, 1, 1]
+    block = block_of(name)
+    lengths = (3, 9, 1, 6)
+    width = 9
+    more = [3, 1, 1]
     valid = torch.arange(width + sum(more)) >= width - torch.tensor(lengths)[:, None]
     if not any(word in name for word in COUNTING):
         valid[::2, width : width + 2] = False
@@ -116,15 +119,16 @@ def test_padding_before_and_between_changes_nothing(name: str) -> None:
 @EVERY_CASE
 def test_right_padding_changes_nothing(name: str) -> None:
     """No gradients reach or pass through the padding."""
-    block, lengths, x = block_of(name), (4, 11), tokens(name, 11, **DOUBLE).requires_grad_()
+    block = block_of(name)
+    lengths = (4, 11)
+    x = tokens(name, 11, **DOUBLE).requires_grad_()
     valid = torch.arange(11) < torch.tensor(lengths)[:, None]
     with torch.enable_grad():
         full = block(x, Context(valid=valid))
         (full * valid.T[..., None]).square().sum().backward()
     assert x.grad is not None and x.grad.isfinite().all() and not x.grad[~valid.T].any()
-    assert full.isfinite().all() and all(
-        weight.grad is None or weight.grad.isfinite().all() for weight in block.parameters()
-    )
+    assert full.isfinite().all()
+    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in block.parameters())
     for row, length in enumerate(lengths):
         close(full[:length, row], block(x[:length, row : row + 1], Context())[:, 0])
 

@@ -61,7 +61,8 @@ def block(
 def tokens(
     length: int = LENGTH, batch: int = 2, seed: int = 1, name: str = "fem_softmax"
 ) -> Tensor:
-    width, rng = replace(SMALL, mixer=name).stream_size, torch.Generator().manual_seed(seed)
+    width = replace(SMALL, mixer=name).stream_size
+    rng = torch.Generator().manual_seed(seed)
     return torch.randn(length, batch, width, generator=rng, dtype=torch.float64)
 
 
@@ -90,11 +91,9 @@ def test_every_mixer_is_seen_and_does_not_notice(name: str) -> None:
         moved = made.mixer(x, Context(origin=x, memory={}))
         with observing({3: made}) as values:
             watched = made(x, Context())
-        hooks = [
-            hook
-            for module in made.modules()
-            for hook in (*module._forward_hooks, *module._forward_pre_hooks)
-        ]
+        hooks: list[int] = []
+        for module in made.modules():
+            hooks += [*module._forward_hooks, *module._forward_pre_hooks]
     assert torch.equal(plain, watched)
     assert not hooks
     assert all(math.isfinite(value) for value in values.values()), values
@@ -137,7 +136,9 @@ def test_of_documents_read_separately_the_longest_is_the_sample(
     """The longest document of the first sequence; if two ranks have documents of one token, only
     the step norm is reported.
     """
-    made, x, begins = block("fem_gla"), tokens(), torch.zeros(2, LENGTH, dtype=torch.bool)
+    made = block("fem_gla")
+    x = tokens()
+    begins = torch.zeros(2, LENGTH, dtype=torch.bool)
     begins[0, [1, 5, 20]], begins[1, 1] = True, True
     documents = Documents.of(begins)
     with torch.no_grad(), observing({3: made}) as values:
@@ -177,14 +178,11 @@ def test_fem_by_its_equations() -> None:
     )
     p = scores.softmax(-1)
     heads, _, width = v[0].shape
-    free_energy = torch.stack(
-        [
-            (p * (beta[:, j, None, None] * v[0, :, None, :, j]).exp()).sum(-1).log()
-            / beta[:, j, None]
-            for j in range(width)
-        ],
-        -1,
-    )
+    by_channel = []
+    for j in range(width):
+        boltzmann = (beta[:, j, None, None] * v[0, :, None, :, j]).exp()
+        by_channel.append((p * boltzmann).sum(-1).log() / beta[:, j, None])
+    free_energy = torch.stack(by_channel, -1)
     mu = p @ v[0]
     assert values["energy"] == pytest.approx(-free_energy.mean().item(), **ROUNDING)
     assert values["free_energy_gap"] == pytest.approx((free_energy - mu).mean().item(), **ROUNDING)
@@ -284,7 +282,8 @@ def test_second_order_steps_descend_their_energy() -> None:
 
 def test_hyperset_is_its_own_measure() -> None:
     """With depth-wise LoRA the second iteration is measured with the second adapter."""
-    made, x = block("hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2)), tokens(batch=1)
+    made = block("hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2))
+    x = tokens(batch=1)
     with torch.no_grad():
         middle = made.mixer(x, Context(origin=x, memory={}))
         after = made(x, Context())
@@ -332,7 +331,9 @@ def test_the_largest_logit_is_what_the_read_s_softmax_is_taken_of(
     """Compared with the input of the definition's softmax, including the mask, in a forward pass of
     one sequence.
     """
-    made, x, given = block(name, cem=CemConfig(steps_attention=1)), tokens(batch=1), list[Tensor]()
+    made = block(name, cem=CemConfig(steps_attention=1))
+    x = tokens(batch=1)
+    given = list[Tensor]()
 
     class Softmaxes(TorchFunctionMode):
         def __torch_function__(
@@ -358,7 +359,8 @@ def test_afts_prior_is_of_its_keys(query: str) -> None:
     """p_t(i) = exp(k_i) / sum, wherever the query multiplies; F is the free energy under p, without
     the query.
     """
-    made, x = block("fem_aft", fem=FemConfig(conditioner=False, aft_query=query)), tokens(batch=1)
+    made = block("fem_aft", fem=FemConfig(conditioner=False, aft_query=query))
+    x = tokens(batch=1)
     given: list[Any] = []
     made.mixer.prior.register_forward_pre_hook(lambda _, arguments: given.append(arguments))
     values = own(seen(made, x))
@@ -422,7 +424,8 @@ def test_switches_of_the_fem() -> None:
 
 def test_hypersets_iterations_have_their_own_weights() -> None:
     """With depth-wise LoRA the second iteration is measured with the second adapter."""
-    made, x = block("hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2)), tokens(batch=1)
+    made = block("hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2))
+    x = tokens(batch=1)
     with torch.no_grad():
         middle = made.mixer(x, Context(origin=x, memory={}))
     then = made.mixer.diagnose(middle, Context(iteration=1), torch.arange(LENGTH))

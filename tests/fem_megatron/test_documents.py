@@ -39,11 +39,13 @@ def begins(packs: Packs = PACKED) -> Tensor:
 
 def spans(packs: Packs = PACKED) -> list[tuple[int, int, int]]:
     """Return (sequence, first token, end) of every document."""
-    return [
-        (row, sum(sizes[:number]), sum(sizes[: number + 1]))
-        for row, sizes in enumerate(packs)
-        for number in range(len(sizes))
-    ]
+    found = []
+    for row, sizes in enumerate(packs):
+        first = 0
+        for size in sizes:
+            found.append((row, first, first + size))
+            first += size
+    return found
 
 
 def packed(name: str, packs: Packs = PACKED) -> Context:
@@ -88,10 +90,12 @@ def alone(block: Block, x: Tensor, pull: Tensor, packs: Packs, *, causal: bool) 
         where = [
             (slice(first, end), row) for row, first, end in spans(packs) if end - first == size
         ]
-        parts = [torch.stack([t[here] for here in where], dim=1) for t in (x, pull)]
-        own = gradients(block, parts[0], Context(causal=causal), parts[1])
+        xs = torch.stack([x[here] for here in where], dim=1)
+        pulls = torch.stack([pull[here] for here in where], dim=1)
+        own = gradients(block, xs, Context(causal=causal), pulls)
         for number, here in enumerate(where):
-            made["out"][here], made["x"][here] = own["out"][:, number], own["x"][:, number]
+            made["out"][here] = own["out"][:, number]
+            made["x"][here] = own["x"][:, number]
         for name in own.keys() - {"out", "x"}:
             made[name] += own[name]
     return made
@@ -178,7 +182,9 @@ def test_not_a_bit_of_a_document_comes_from_another(name: str) -> None:
     """Any content of a document, including infinities, leaves outputs and gradients of the others
     unchanged.
     """
-    block, x, pull = block_of(name), draw(name, 1), draw(name, 2)
+    block = block_of(name)
+    x = draw(name, 1)
+    pull = draw(name, 2)
     kept = torch.ones(LENGTH, len(PACKED), dtype=torch.bool)
     # One document of each of three sequences, all at once.
     for row, first, end in ((0, 3, 33), (2, 0, 5), (3, 30, 33)):
@@ -249,13 +255,13 @@ def test_reads_go_over_a_quarter_more_tokens_than_there_are(mean: int) -> None:
     """Counts the inputs of a read: positions at most 1.25 times the tokens, and pairs at most
     1.25^2 times those of the documents; below 13 tokens a document has at most 3 more positions.
     """
-    sizes, length = (
+    sizes = (
         torch.empty(4096)
         .exponential_(1 / mean, generator=torch.Generator().manual_seed(mean))
         .ceil()
-        .long(),
-        4096,
+        .long()
     )
+    length = 4096
     sizes = sizes[sizes.cumsum(0) < length]
     sizes = torch.cat([sizes, length - sizes.sum()[None]])
     given: list[tuple[int, int]] = []
@@ -268,7 +274,8 @@ def test_reads_go_over_a_quarter_more_tokens_than_there_are(mean: int) -> None:
     x = torch.arange(length)[None]
     documents = Documents.of(torch.isin(torch.arange(length), starts)[None])
     assert torch.equal(documents.per_document(read, [x], batch=0, time=1, causal=True), x)
-    places, pairs = (sum(rows * row**power for rows, row in given) for power in (1, 2))
+    places = sum(rows * row for rows, row in given)
+    pairs = sum(rows * row**2 for rows, row in given)
     most = torch.maximum(sizes + 3, 1.25 * sizes)
     assert length <= places <= most.sum() and sizes.square().sum() <= pairs <= most.square().sum()
     assert pairs < length**2 / 4

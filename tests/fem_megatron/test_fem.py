@@ -204,10 +204,8 @@ def test_queries_and_keys_are_normed_between_the_conditioner_and_rope() -> None:
     """
     plain, normed = (build(shape_of("softmax", qk_norm=on, norm_eps=1e-30)) for on in (False, True))
     normed.load_state_dict(plain.state_dict(), strict=False)
-    weights, x = (
-        {part: normed.prior.get_parameter(f"{part}_norm.weight") for part in "qk"},
-        tokens(9, hidden=32),
-    )
+    weights = {part: normed.prior.get_parameter(f"{part}_norm.weight") for part in "qk"}
+    x = tokens(9, hidden=32)
 
     def given(mixer: FemMixer, at: Context) -> dict[str, Tensor]:
         seen: list[dict[str, Tensor]] = []
@@ -272,7 +270,8 @@ def test_scans_reproduce_the_fixture(
     if denominator == "released":
         monkeypatch.setattr(free_energy_linear, "free_energy_read", released_read)
     config = FemConfig(value_size=meta["fem_dim"], conditioner_size=4)
-    name, sizes = meta["prior"], {"hidden_size": meta["D"], "num_attention_heads": meta["H"]}
+    name = meta["prior"]
+    sizes = {"hidden_size": meta["D"], "num_attention_heads": meta["H"]}
     mixer = build(
         shape_of(name, config, rope=False, norm_eps=0.0, attention_backend=backend, **sizes)
     )
@@ -365,22 +364,20 @@ def test_with_all_switches_off_it_is_the_plain_prior(name: str, backend: str, ca
         relu(rotate(parts[n], Context(), Rope(10000))) + 1e-6 if n in parts else one for n in "qk"
     )
     decay = torch.zeros_like(q)
-    if name != "linear":
-        decay = decay - (
-            softplus(parts["decay"]) if name == "lrnn_decay" else relu(parts["decay"]) + 1e-6
-        )
+    if name == "lrnn_decay":
+        decay = decay - softplus(parts["decay"])
+    elif name != "linear":
+        decay = decay - (relu(parts["decay"]) + 1e-6)
     reads = []
     for t in range(11):
         keys = range(t + 1 if causal else 11)
-        weights = torch.stack(
-            [
-                (q[t] * decay[min(t, i) + 1 : max(t, i) + 1].sum(0).exp() * k[i]).sum(-1)
-                for i in keys
-            ]
-        )
-        reads.append(
-            (weights[..., None] * parts["v"][: len(keys)]).sum(0) / weights.sum(0)[..., None]
-        )
+        rows = []
+        for i in keys:
+            between = decay[min(t, i) + 1 : max(t, i) + 1].sum(0).exp()
+            rows.append((q[t] * between * k[i]).sum(-1))
+        weights = torch.stack(rows)
+        weighted = (weights[..., None] * parts["v"][: len(keys)]).sum(0)
+        reads.append(weighted / weights.sum(0)[..., None])
     expected = x + torch.stack(reads).flatten(2) @ mixer.out_proj.weight.T
     # float64 rounding.
     torch.testing.assert_close(mixer(x, Context(causal=causal)), expected, rtol=1e-11, atol=1e-11)
@@ -389,10 +386,8 @@ def test_with_all_switches_off_it_is_the_plain_prior(name: str, backend: str, ca
 @every_scan
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_the_fast_form_equals_the_exact_one(name: str, causal: bool) -> None:
-    fast, exact = (
-        build(shape_of(name, causal=causal, attention_backend=backend))
-        for backend in ("fused", "reference")
-    )
+    fast = build(shape_of(name, causal=causal, attention_backend="fused"))
+    exact = build(shape_of(name, causal=causal, attention_backend="reference"))
     for length in (1, 2, 75):
         results = []
         for mixer in (fast, exact):
@@ -431,10 +426,8 @@ def test_the_query_gates_after_the_read() -> None:
     assert beta is not None
     mu = (weights * parts["v"]).cumsum(0) / total
     free_energy = ((weights * (beta * parts["v"]).exp()).cumsum(0) / total).log() / beta
-    lam, gate = (
-        parts["lam"].sigmoid(),
-        fem_projection.outer_gate(parts["gate"], mixer.shape.norm_eps),
-    )
+    lam = parts["lam"].sigmoid()
+    gate = fem_projection.outer_gate(parts["gate"], mixer.shape.norm_eps)
     read = parts["q"].sigmoid() * gate * ((1 - lam) * mu + lam * free_energy)
     torch.testing.assert_close(
         mixer(x, Context()), x + read.flatten(2) @ mixer.out_proj.weight.T, rtol=1e-12, atol=1e-12
@@ -455,14 +448,10 @@ def test_with_all_switches_off_it_is_the_selective_scan(normalise: bool) -> None
     numerator = denominator = torch.zeros(2, 2, width, states, dtype=torch.float64)
     reads = []
     for t in range(11):
-        decay, intake = (
-            (-delta[t, ..., None] * rate).exp(),
-            delta[t, ..., None] * (softplus(parts["b"][t]) + 1e-6)[..., None, :],
-        )
-        numerator, denominator = (
-            decay * numerator + intake * parts["v"][t, ..., None],
-            decay * denominator + intake,
-        )
+        decay = (-delta[t, ..., None] * rate).exp()
+        intake = delta[t, ..., None] * (softplus(parts["b"][t]) + 1e-6)[..., None, :]
+        numerator = decay * numerator + intake * parts["v"][t, ..., None]
+        denominator = decay * denominator + intake
         c_out = (softplus(parts["c"][t]) + 1e-6)[..., None, :]
         read = (c_out * numerator).sum(-1)
         reads.append(read / (c_out * denominator).sum(-1) if normalise else read)
@@ -474,7 +463,8 @@ def test_with_all_switches_off_it_is_the_selective_scan(normalise: bool) -> None
 def test_the_first_steps_and_rates_are_mambas() -> None:
     prior = FemMixer(shape_of("mamba"), OneProcess()).prior
     assert isinstance(prior, MambaPrior)
-    steps, rates = softplus(prior._step_logit(torch.float32)), prior._rate(torch.float32)
+    steps = softplus(prior._step_logit(torch.float32))
+    rates = prior._rate(torch.float32)
     # float32 through log and softplus.
     torch.testing.assert_close(steps[0, 0, [0, -1]], torch.tensor([1e-3, 1e-1]), rtol=1e-4, atol=0)
     torch.testing.assert_close(

@@ -32,10 +32,8 @@ class CumulativeMean(torch.nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, expand: int = 1) -> None:
         super().__init__()
-        self.out, self.scale = (
-            torch.nn.Linear(hidden_size, hidden_size, bias=False),
-            torch.nn.Parameter(torch.rand(expand)),
-        )
+        self.out = torch.nn.Linear(hidden_size, hidden_size, bias=False)
+        self.scale = torch.nn.Parameter(torch.rand(expand))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None

@@ -4,6 +4,8 @@ set of such maps.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -46,10 +48,8 @@ def test_an_operand_is_the_nearest_number_to_the_bit(dtype: torch.dtype, of: tor
         found, scale = fp8.quantised(t, dtype)
         wanted, bound = rounded(t, dtype)
         assert found.is_contiguous() and torch.equal(found.double() * scale.double(), wanted)
-        assert (
-            bool(((wanted - t.double()).abs() <= bound).all())
-            and float(torch.frexp(scale).mantissa) == 0.5
-        )
+        assert bool(((wanted - t.double()).abs() <= bound).all())
+        assert float(torch.frexp(scale).mantissa) == 0.5
     nothing, _ = fp8.quantised(torch.zeros(16, 16, dtype=of), dtype)
     assert not nothing.double().any()
 
@@ -57,18 +57,14 @@ def test_an_operand_is_the_nearest_number_to_the_bit(dtype: torch.dtype, of: tor
 def test_parts_scaled_separately_round_to_the_same_numbers() -> None:
     for dtype, normal in ((fp8.FORWARD, 2.0**-13), (fp8.BACKWARD, 2.0**-28)):
         full = draw(64, 32, seed=3)
-        parts = torch.cat(
-            [
-                found.double() * scale.double()
-                for found, scale in (fp8.quantised(part, dtype) for part in full.split(16))
-            ]
-        )
+        parts = []
+        for part in full.split(16):
+            found, scale = fp8.quantised(part, dtype)
+            parts.append(found.double() * scale.double())
         found, scale = fp8.quantised(full, dtype)
         same = full.abs() > normal * full.abs().max()
-        assert (
-            torch.equal(parts[same], (found.double() * scale.double())[same])
-            and same.float().mean() > 0.9
-        )
+        assert torch.equal(torch.cat(parts)[same], (found.double() * scale.double())[same])
+        assert same.float().mean() > 0.9
         assert len({float(fp8.quantised(part, dtype)[1]) for part in full.split(16)}) > 1
 
 
@@ -77,17 +73,16 @@ def test_all_three_products_are_those_of_their_operands(of: torch.dtype) -> None
     """Tolerance: the rounding of the sum (fp32's 2^-24 for each of n terms) and of the result. The
     error of the exact products is that of the operands.
     """
-    x, weight, dy = (
-        draw(8, 6, 32, seed=0, dtype=of),
-        draw(48, 32, seed=1, dtype=of),
-        draw(8, 6, 48, seed=2, dtype=of),
-    )
+    x = draw(8, 6, 32, seed=0, dtype=of)
+    weight = draw(48, 32, seed=1, dtype=of)
+    dy = draw(8, 6, 48, seed=2, dtype=of)
     x.requires_grad_()
     weight.requires_grad_()
     y = fp8.linear(x, weight)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     assert (y.dtype, dx.dtype, dw.dtype) == (of, of, of)
-    (qx, off_x), (qw, off_w) = rounded(x.flatten(0, 1), fp8.FORWARD), rounded(weight, fp8.FORWARD)
+    qx, off_x = rounded(x.flatten(0, 1), fp8.FORWARD)
+    qw, off_w = rounded(weight, fp8.FORWARD)
     qg, off_g = rounded(dy.flatten(0, 1), fp8.BACKWARD)
     for found, (a, off_a, t), (b, off_b, u) in (
         (y, (qx, off_x, x.flatten(0, 1)), (qw.T, off_w.T, weight.T)),
@@ -102,9 +97,8 @@ def test_all_three_products_are_those_of_their_operands(of: torch.dtype) -> None
         allowed = (
             off_a @ u.detach().double().abs() + t.detach().double().abs() @ off_b + off_a @ off_b
         )
-        assert bool(((wanted - exact).abs() <= allowed * (1 + 1e-12)).all()) and not torch.equal(
-            wanted, exact
-        )
+        assert bool(((wanted - exact).abs() <= allowed * (1 + 1e-12)).all())
+        assert not torch.equal(wanted, exact)
 
 
 def history(weight: Tensor, steps: int, margin: int = 0) -> fp8.Delayed:
@@ -140,27 +134,23 @@ def test_a_delayed_scale_goes_by_the_largest_of_the_last_steps() -> None:
             delayed.advance()
         delayed.begin(gradient=0.5)
         scales.append(delayed.by[0] * torch.tensor([1, 1, 2]))
-    x, dy = (draw(16, n, seed=seed).abs().max() for n, seed in ((32, 0), (16, 2)))
+    x = draw(16, 32, seed=0).abs().max()
+    dy = draw(16, 16, seed=2).abs().max()
+    w = weight.detach().abs().max()
     wanted = [(1, 1), (8, 1), (8, 2), (8, 2), (2, 2)]  # of x, of dy
-    assert torch.equal(
-        torch.stack(scales),
-        8
-        * torch.stack(
-            [torch.stack((a * x, weight.detach().abs().max(), b * dy)) for a, b in wanted]
-        ),
-    )
+    largest = torch.stack([torch.stack((a * x, w, b * dy)) for a, b in wanted])
+    assert torch.equal(torch.stack(scales), 8 * largest)
 
 
 def test_another_length_of_history_takes_over_the_last_steps() -> None:
     kept = draw(4, 1, 3, seed=9).abs()
     for steps, wanted in ((2, kept[:2]), (4, kept), (6, torch.cat((kept, torch.zeros(2, 1, 3))))):
         delayed = history(draw(16, 16, seed=1), steps)
-        delayed.restore(
-            lambda asked: {
-                name: kept[:, 0] for name, one in asked.items() if one.local_shape == (4, 3)
-            },
-            4,
-        )
+
+        def load(entries: dict[str, Any]) -> dict[str, Tensor]:
+            return {name: kept[:, 0] for name, one in entries.items() if one.local_shape == (4, 3)}
+
+        delayed.restore(load, 4)
         assert torch.equal(delayed.history, wanted)
         delayed.restore(dict, None)  # the checkpoint of a run without a history
         assert not delayed.history.any()
@@ -187,9 +177,8 @@ def test_delayed_operands_are_the_nearest_numbers_of_their_scale(of: torch.dtype
             assert torch.equal(found.double(), torch.round(scaled / step) * step)
             assert bool((found.double().abs() == largest).any()) == (octaves < 0)
             same = (t.abs() <= largest * its) & (t.abs() >= 2.0**least * torch.maximum(its, scale))
-            assert same.float().mean() > 0.3 and torch.equal(
-                (found.double() * its)[same], (plain.double() * scale)[same]
-            )
+            assert same.float().mean() > 0.3
+            assert torch.equal((found.double() * its)[same], (plain.double() * scale)[same])
 
 
 def test_what_is_not_finite_stays_so_whatever_is_known() -> None:
@@ -202,10 +191,8 @@ def test_what_is_not_finite_stays_so_whatever_is_known() -> None:
         x, dy = draw(16, 16, seed=0), torch.ones(16, 16)
         x[3, 4] = dy[2, 2] = bad
         y, dx, dw = passes(x, weight, dy, fp8.known_of(weight))
-        assert (
-            not (y.isfinite().any() or dx.isfinite().any() or dw.isfinite().any())
-            and not delayed.now[0, 0].isfinite()
-        )
+        assert not (y.isfinite().any() or dx.isfinite().any() or dw.isfinite().any())
+        assert not delayed.now[0, 0].isfinite()
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -229,27 +216,22 @@ def test_the_maps_of_a_layer_and_its_weights(mixer: str) -> None:
     model = ModelConfig(
         mixer=mixer, hidden_size=64, num_attention_heads=4, ffn_hidden_size=64, vocab_size=512
     )
-    config, groups = (
-        transformer_config(model, Layout()),
-        ProcessGroupCollection.use_mpu_process_groups(),
-    )
+    config = transformer_config(model, Layout())
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     shape = catalogue.block(model, mixer, 0)
-    off, on = (
-        MegatronBlock(config, shape=shape, causal=True, fp8=wanted, pg_collection=groups)
-        for wanted in (False, True)
-    )
-    parameters = [
-        [(name, one.shape, one.dtype) for name, one in block.named_parameters()]
-        for block in (off, on)
-    ]
-    assert parameters[0] == parameters[1]
+    off = MegatronBlock(config, shape=shape, causal=True, fp8=False, pg_collection=groups)
+    on = MegatronBlock(config, shape=shape, causal=True, fp8=True, pg_collection=groups)
+
+    def parameters(block: MegatronBlock) -> list[tuple[str, torch.Size, torch.dtype]]:
+        return [(name, one.shape, one.dtype) for name, one in block.named_parameters()]
+
+    assert parameters(off) == parameters(on)
     found = {
         f"{name}.weight" for name, module in on.named_modules() if isinstance(module, fp8.Fp8Linear)
     }
     wanted = {name for name, weight in shape.weights().items() if weight.eight_bit}
-    assert found == wanted - {"mlp.gate_up"} and not any(
-        isinstance(module, fp8.Fp8Linear) for module in off.modules()
-    )
+    assert found == wanted - {"mlp.gate_up"}
+    assert not any(isinstance(module, fp8.Fp8Linear) for module in off.modules())
     assert not {
         name
         for name in found
@@ -263,7 +245,8 @@ def test_a_gpu_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     for capability, missing in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        assert bool(missing_part := platform.lacks_fp8()) == missing
+        missing_part = platform.lacks_fp8()
+        assert bool(missing_part) == missing
         assert missing_part is None or (
             "8.9" in missing_part and "NVIDIA A100 has 8.0" in missing_part
         )

@@ -50,11 +50,9 @@ def test_cross_entropy_is_for_bfloat16(dtype: torch.dtype) -> None:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     group = parallel_state.get_tensor_model_parallel_group()
-    logits, labels, weight = (
-        4 * draw(7, 2, 32, dtype=dtype),
-        torch.arange(14).view(7, 2) * 2,
-        draw(7, 2, seed=1),
-    )
+    logits = 4 * draw(7, 2, 32, dtype=dtype)
+    labels = torch.arange(14).view(7, 2) * 2
+    weight = draw(7, 2, seed=1)
     # Each of the two fused functions modifies float32 logits in place; a model creates its logits
     # only for the loss.
     with torch.compiler.set_stance("force_eager"):

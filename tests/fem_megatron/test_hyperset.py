@@ -313,7 +313,9 @@ def test_updates_equal_a_naive_loop(update: str) -> None:
 
 
 def test_adapters() -> None:
-    layer, plain, x = build(lora_rank=2), build(), tokens(6)
+    layer = build(lora_rank=2)
+    plain = build()
+    x = tokens(6)
     plain.load_state_dict(
         {name: value for name, value in layer.state_dict().items() if "lora" not in name}
     )
@@ -362,9 +364,8 @@ def test_where_causal_a_step_lowers_the_token_s_own_energy(attention: str) -> No
         layer.subspaces.weight.copy_(torch.linalg.qr(layer.subspaces.weight)[0])
         layer.subspaces_norm.weight.fill_(1.0)
     x = tokens(9)
-    before, after = (
-        turned(layer, layer.project_heads(part, Context())) for part in (x, layer(x, Context()))
-    )
+    before = turned(layer, layer.project_heads(x, Context()))
+    after = turned(layer, layer.project_heads(layer(x, Context()), Context()))
     energies = [attention_energy(z, before, kind=attention).sum(1) for z in (before, after)]
     # With softmax, the first token attends only to itself: its energy is that of its norm, which
     # the step cannot lower on the sphere.

@@ -69,7 +69,10 @@ def test_undrawn_weights_are_nan_and_drawn_ones_the_same_from_several_threads(
     for name, weight in drawn.items():
         assert torch.equal(several[name], weight) and undrawn[name].spec == weight.spec
         constant = isinstance(weight.spec.init, int | float)
-        assert torch.equal(undrawn[name], weight) if constant else undrawn[name].isnan().all(), name
+        if constant:
+            assert torch.equal(undrawn[name], weight), name
+        else:
+            assert undrawn[name].isnan().all(), name
     assert any(weight.isnan().any() for weight in undrawn.values())
 
 
@@ -127,10 +130,8 @@ def test_the_padding_is_left_out_of_the_fused_loss() -> None:
         (chunk,) = build(
             model, Layout(params_dtype=torch.bfloat16, recompute=recompute), padding.LENGTH, seed=1
         )
-        chunk.config.cross_entropy_loss_fusion, chunk.config.cross_entropy_fusion_impl = (
-            recompute != "none",
-            "native",
-        )
+        chunk.config.cross_entropy_loss_fusion = recompute != "none"
+        chunk.config.cross_entropy_fusion_impl = "native"
         with torch.compiler.set_stance("force_eager"):
             losses.append(
                 chunk(tokens, torch.arange(padding.LENGTH).expand_as(tokens), None, labels=labels)
@@ -154,11 +155,10 @@ def test_what_is_computed_again_or_offloaded_has_the_same_gradients_to_the_bit(
         padding.model_of("not padded", tied=True), pattern=FAMILIES, num_layers=len(FAMILIES)
     )
     tokens, labels = padding.batch(model)
-    context = (
-        Context(documents=Documents.of((torch.arange(padding.LENGTH) % 4 == 0).expand_as(tokens)))
-        if documents
-        else None
-    )
+    context = None
+    if documents:
+        begins = (torch.arange(padding.LENGTH) % 4 == 0).expand_as(tokens)
+        context = Context(documents=Documents.of(begins))
     kept, found = list[int](), []
 
     def noted(t: torch.Tensor) -> torch.Tensor:
@@ -193,9 +193,8 @@ def test_what_is_computed_again_or_offloaded_has_the_same_gradients_to_the_bit(
     (plain, wanted, gradients), (less, *_), *others = found
     assert less < 0.8 * plain and all(left < 0.1 * less for left, *_ in others)
     for _, ours, again in found[1:]:
-        assert torch.equal(wanted, ours) and all(
-            torch.equal(gradient, again[name]) for name, gradient in gradients.items()
-        )
+        assert torch.equal(wanted, ours)
+        assert all(torch.equal(gradient, again[name]) for name, gradient in gradients.items())
 
 
 def test_norm_of_many_parts_is_exact() -> None:

@@ -237,18 +237,8 @@ def test_without_mup_they_are() -> None:
     the first power of the width.
     """
     grown = growth(MIXERS["transformer"], "standard")
-    assert (
-        min(
-            grown[name]
-            for name in (
-                "mixer.in_proj.weight",
-                "mixer.out_proj.weight",
-                "mlp.gate_up",
-                "mlp.down.weight",
-            )
-        )
-        > 0.7
-    ), grown
+    matrices = ("mixer.in_proj.weight", "mixer.out_proj.weight", "mlp.gate_up", "mlp.down.weight")
+    assert min(grown[name] for name in matrices) > 0.7, grown
 
 
 # --- the scale of the scores ----------------------------------------------------------------------
@@ -290,26 +280,18 @@ def test_scores_are_scaled_by_the_root_of_the_base_over_the_width(name: str) -> 
     smaller queries. Float64: 1e-12.
     """
     model, width = SCALED[name]
-    scaled, plain = (
-        build(each, torch.float64)
-        for each in (mup(model, model.hidden_size, 2 * width), mup(model, model.hidden_size))
-    )
+    scaled = build(mup(model, model.hidden_size, 2 * width), torch.float64)
+    plain = build(mup(model, model.hidden_size), torch.float64)
     rows = query_rows(model)
     with torch.no_grad():
         plain.load_state_dict(scaled.state_dict())
         weight = plain.get_parameter("decoder.layers.0.mixer.in_proj.weight")
         weight[rows] *= math.sqrt(2.0)
-        for parameter in (
-            p
-            for m in (scaled, plain)
-            for n, p in m.named_parameters()
-            if n.endswith("in_proj.weight") and ".tdc." not in n
-        ):
-            parameter *= 5.0  # makes attention far from a mean
-    tokens, positions = (
-        torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(3)),
-        torch.arange(16).repeat(2, 1),
-    )
+        for name, parameter in (*scaled.named_parameters(), *plain.named_parameters()):
+            if name.endswith("in_proj.weight") and ".tdc." not in name:
+                parameter *= 5.0  # makes attention far from a mean
+    tokens = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(16).repeat(2, 1)
     with torch.no_grad():
         ours, wanted = scaled(tokens, positions, None), plain(tokens, positions, None)
         plain.get_parameter("decoder.layers.0.mixer.in_proj.weight")[rows] /= math.sqrt(2.0)

@@ -52,11 +52,9 @@ def shape(kind: str, **changes: Any) -> Any:
     sizes["rope_scaling"] = RopeScaling()
     given = {key: changes.pop(key) for key in list(changes) if key in sizes}
     model = ModelConfig(**{**sizes, **given}, second_order=SecondOrderConfig(**changes))
-    return (
-        EnergyLinearShape.of(model)
-        if kind == "energy_linear"
-        else SecondOrderShape.of(model, exact=kind == "mha2nd")
-    )
+    if kind == "energy_linear":
+        return EnergyLinearShape.of(model)
+    return SecondOrderShape.of(model, exact=kind == "mha2nd")
 
 
 def build(kind: str, **changes: Any) -> Any:
@@ -109,11 +107,9 @@ def test_single_tokens_by_the_definition(kind: str, rope: bool) -> None:
             if kind == "energy_linear":
                 step = (k @ q) @ k
             else:
-                temperature, newton, gram = (
-                    layer.temperature[h],
-                    layer.newton_temperature[h],
-                    w_q @ w_q.mT,
-                )
+                temperature = layer.temperature[h]
+                newton = layer.newton_temperature[h]
+                gram = w_q @ w_q.mT
                 p = (-(q - k).square().sum(-1) / (2 * temperature)).softmax(0)
                 away = k - p @ k
                 bracket = (away.mT * p) @ away / newton
@@ -129,10 +125,8 @@ def test_yarn_s_factor_is_a_lower_temperature_of_the_same_energy(kind: str) -> N
     """The rotation stays a rotation: with factor m the layer equals that of m = 1 at T / m^2 and T'
     / m^2; linear attention has none.
     """
-    hot, cold = (
-        build(kind, rope_scaling=RopeScaling("yarn", 4.0, 24, attention_factor=m))
-        for m in (1.0, 1.5)
-    )
+    hot = build(kind, rope_scaling=RopeScaling("yarn", 4.0, 24, attention_factor=1.0))
+    cold = build(kind, rope_scaling=RopeScaling("yarn", 4.0, 24, attention_factor=1.5))
     x = tokens(9)
     if kind != "energy_linear":
         assert not torch.allclose(hot(x, Context()), cold(x, Context()))
@@ -156,11 +150,9 @@ def test_only_differences_of_positions_count(kind: str, scaling: RopeScaling) ->
 
 @EVERY_KIND
 def test_without_positions_and_mask_order_is_unknown(kind: str) -> None:
-    layer, x, order = (
-        build(kind, rope=False, causal=False),
-        tokens(9),
-        torch.randperm(9, generator=torch.Generator().manual_seed(0)),
-    )
+    layer = build(kind, rope=False, causal=False)
+    x = tokens(9)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     context = Context(causal=False)
     torch.testing.assert_close(layer(x[order], context), layer(x, context)[order], **ROUNDING)
 
@@ -181,10 +173,8 @@ def test_mha2nd_refuses_long_sequences() -> None:
 
 
 def test_temperatures_start_at_the_head_s_width_and_a_raw_one_must_be_positive() -> None:
-    raw, log = (
-        SecondOrderAttention(shape("mha2nd1st", temperature=how), OneProcess()).temperatures()
-        for how in ("raw", "log")
-    )
+    raw = SecondOrderAttention(shape("mha2nd1st", temperature="raw"), OneProcess()).temperatures()
+    log = SecondOrderAttention(shape("mha2nd1st", temperature="log"), OneProcess()).temperatures()
     for ours, theirs in zip(raw, log, strict=True):
         torch.testing.assert_close(ours, torch.full((2,), 8.0))
         torch.testing.assert_close(theirs, ours)
@@ -196,9 +186,8 @@ def test_temperatures_start_at_the_head_s_width_and_a_raw_one_must_be_positive()
 
 def test_mean_is_the_sum_over_the_number_of_tokens() -> None:
     for causal in (True, False):
-        summed, mean = (
-            build("energy_linear", linear_read=how, causal=causal) for how in ("sum", "mean")
-        )
+        summed = build("energy_linear", linear_read="sum", causal=causal)
+        mean = build("energy_linear", linear_read="mean", causal=causal)
         x, context = tokens(5), Context(causal=causal)
         count = torch.arange(1.0, 6.0, dtype=torch.float64)[:, None, None] if causal else 5.0
         torch.testing.assert_close(
@@ -239,7 +228,9 @@ def test_three_quarters_of_attention_and_half_its_cache() -> None:
 
 
 def test_a_small_step_lowers_the_free_energy() -> None:
-    layer, x, sample = descending("mha2nd1st", 0.05), tokens(9), torch.tensor([0, 3, 8])
+    layer = descending("mha2nd1st", 0.05)
+    x = tokens(9)
+    sample = torch.tensor([0, 3, 8])
     with torch.no_grad():
         layer.newton_temperature.fill_(1e9)  # leaves only the gradient; b is a second-order term
     found = layer.diagnose(x, Context(), sample)

@@ -69,7 +69,8 @@ def test_a_save_stages_the_gpu_s_tensors_and_leaves_the_host_s(
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     requested: list[Any] = []
-    here, there = torch.ones(2), [SimpleNamespace(is_cuda=True) for _ in range(2)]
+    here = torch.ones(2)
+    there = [SimpleNamespace(is_cuda=True) for _ in range(2)]
 
     def stand_in(tensors: list[Any]) -> list[torch.Tensor]:
         requested.extend(tensors)
@@ -81,16 +82,12 @@ def test_a_save_stages_the_gpu_s_tensors_and_leaves_the_host_s(
         ("g", "l", ([], [("c", there[1])])),
     ]
     first, second = FileSystemWriterAsync.preload_tensors(buckets, True)
-    assert (
-        requested == there
-        and first[:2] == ("f", "k")
-        and first[2][0] == ["bytes"]
-        and second[:2] == ("g", "l")
-    )
+    assert requested == there
+    assert first[:2] == ("f", "k")
+    assert first[2][0] == ["bytes"]
+    assert second[:2] == ("g", "l")
     (a, staged_a), (b, kept) = first[2][1]
-    assert (
-        (a, b) == ("a", "b")
-        and kept is here
-        and staged_a.tolist() == [0.0] * 3
-        and second[2][1][0][1].tolist() == [1.0] * 3
-    )
+    assert (a, b) == ("a", "b")
+    assert kept is here
+    assert staged_a.tolist() == [0.0] * 3
+    assert second[2][1][0][1].tolist() == [1.0] * 3

@@ -44,7 +44,8 @@ PLACES = ("TP2", "TP2+SP")
 ENTERED = ("cem", "delta")
 # all_gather: mixers with named keys; states: scans that pass states.
 CUTS = ("CP2, all_to_all", "CP2, all_gather", "CP2, states", "CP2, ring")
-WIDE_RANGE, WIDE_RING = "CP2, states, beta beyond the range", "CP2, ring, beta beyond the range"
+WIDE_RANGE = "CP2, states, beta beyond the range"
+WIDE_RING = "CP2, ring, beta beyond the range"
 
 
 def fused(case: str, **changes: Any) -> BlockShape:
@@ -131,7 +132,8 @@ def test_more_ranks_share_a_sequence_than_it_has_heads(wording: Wording) -> None
     """
     for name in NAMES:
         mixer = model_of(name, attention_backend="fused").blocks()[0].mixer
-        kinds, widths = partial(split_kinds, mixer, tensor=2, context=3), mixer.cut_widths()
+        kinds = partial(split_kinds, mixer, tensor=2, context=3)
+        widths = mixer.cut_widths()
         if not widths.always:
             assert (
                 kinds()
@@ -188,11 +190,10 @@ def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
     for case in cases:
         sequence = case[-1] == "TP2+SP"
         if case in SENT:
-            found = {
-                f"{kind}, {length}": count_sent(case[0], kind, length)
-                for kind in ("states", "all_to_all")
-                for length in (12, 48)
-            }
+            found = {}
+            for kind in ("states", "all_to_all"):
+                for length in (12, 48):
+                    found[f"{kind}, {length}"] = count_sent(case[0], kind, length)
         elif case[-1] == WIDE_RING:
             found = compare_cut(case[0], "ring", beta=200.0) | compare_late(case[0], "ring")
         elif case[-1] == WIDE_RANGE:
@@ -247,11 +248,8 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     with saved_tensors_hooks(keep, lambda t: t):
         y, x_grad = run(split, x[mine], weight[mine], is_causal(name))
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
-    if sequence_parallel and not any(
-        f".{kind}." in type(each).__module__
-        for each in (split.mixer, split.mlp)
-        for kind in ENTERED
-    ):
+    modules = type(split.mixer).__module__ + " " + type(split.mlp).__module__
+    if sequence_parallel and not any(f".{kind}." in modules for kind in ENTERED):
         errors["inputs kept whole"] = kept.count(x.shape)
     if sequence_parallel:
         errors["other bits than of inputs kept whole"] = other_bits(
@@ -340,7 +338,9 @@ def compare_late(name: str, kind: str) -> dict[str, float]:
     cut, shape = cut_of(name, kind)
     full, split = filled(shape), filled(shape)
     split.mixer.prior.ranges[0, True] = ranges = Ranges(late=True)
-    x, weight, errors = tokens(name, 12), tokens(name, 12).flip(0), {}
+    x = tokens(name, 12)
+    weight = tokens(name, 12).flip(0)
+    errors = {}
     for n, (beta, exact) in enumerate(
         [(1.0, False), (1.0, False), (200.0, False), (200.0, True), (1.0, True), (1.0, False)]
     ):
@@ -373,11 +373,9 @@ def compare_refused(name: str) -> dict[str, float]:
 @contextmanager
 def sent_by_this_rank() -> Iterator[list[int]]:
     """Record the bytes that each collective of context parallelism sends to other ranks."""
-    sent, exchange, gather = (
-        list[int](),
-        torch.distributed.all_to_all_single,
-        torch.distributed.all_gather_into_tensor,
-    )
+    sent = list[int]()
+    exchange = torch.distributed.all_to_all_single
+    gather = torch.distributed.all_gather_into_tensor
     send = torch.distributed.batch_isend_irecv
 
     def exchanged(made: Tensor, parts: Tensor, **given: Any) -> None:
@@ -437,10 +435,11 @@ def largest(errors: dict[str, float]) -> dict[str, float]:
     """Return the maxima over the ranks; NaN counts as the largest."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, errors)
-    return {
-        key: max((rank[key] for rank in everyone), key=lambda value: (math.isnan(value), value))
-        for key in errors
-    }
+
+    def order(value: float) -> tuple[bool, float]:
+        return math.isnan(value), value
+
+    return {key: max((rank[key] for rank in everyone), key=order) for key in errors}
 
 
 def run(

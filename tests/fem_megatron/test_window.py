@@ -31,7 +31,9 @@ def by_token(q: Tensor, k: Tensor, v: Tensor, window: int, valid: Tensor | None)
     """Compute one query of one head of one row at a time. Padding is identified by its position
     only.
     """
-    heads, past, each = q.shape[1], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1]
+    heads = q.shape[1]
+    past = k.shape[2] - q.shape[2]
+    each = q.shape[1] // k.shape[1]
     rows = []
     for row in range(q.shape[0]):
         for head in range(heads):
@@ -56,18 +58,17 @@ def by_token(q: Tensor, k: Tensor, v: Tensor, window: int, valid: Tensor | None)
 def test_equals_the_loop_with_all_gradients(
     window: int, new: int, past: int, padding: bool
 ) -> None:
-    q, k, v = (
-        draw(2, 4, new, 6),
-        draw(2, 2, past + new, 6, seed=1),
-        draw(2, 2, past + new, 6, seed=2),
-    )
+    q = draw(2, 4, new, 6)
+    k = draw(2, 2, past + new, 6, seed=1)
+    v = draw(2, 2, past + new, 6, seed=2)
     valid = torch.ones(2, past + new, dtype=torch.bool)
     valid[1, : (past + new) // 2] = False
     results = []
     for function in (windowed_attention, by_token):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         out = function(leaves[0], leaves[1], leaves[2], window, valid if padding else None)
-        results.append((out, *torch.autograd.grad((out * draw(*out.shape, seed=3)).sum(), leaves)))
+        loss = (out * draw(*out.shape, seed=3)).sum()
+        results.append((out, *torch.autograd.grad(loss, leaves)))
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, **FP64)
 
@@ -77,12 +78,12 @@ def test_a_state_with_a_fixed_capacity(places: int) -> None:
     """Simulates compiled decoding: 40 positions, of which the first are used; also fewer positions
     than the window.
     """
-    block, x = (
-        block_of("switched", torch.float32),
-        torch.randn(places, 2, 32, generator=torch.Generator().manual_seed(3)),
-    )
+    block = block_of("switched", torch.float32)
+    x = torch.randn(places, 2, 32, generator=torch.Generator().manual_seed(3))
     state: State = {}
-    capacity, outputs, past = Capacity(places, torch.zeros((), dtype=torch.int64)), [], 0
+    capacity = Capacity(places, torch.zeros((), dtype=torch.int64))
+    outputs = []
+    past = 0
     with torch.no_grad():
         for piece in x.split([2, 1, 1] if places == 4 else [7, 1, 1, 9, *[1] * 22]):
             length = len(piece)

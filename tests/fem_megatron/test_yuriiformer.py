@@ -48,11 +48,9 @@ def test_a_layer_is_two_steps_of_nesterovs_method() -> None:
     made, stream = block(), tokens(9, b=1, hidden=32)
     x, v = stream[:, 0].split(16, dim=-1)
     for layer, step in ((made.mixer, attention), (made.mlp, swiglu)):
-        mu, beta, gamma = (
-            1 / (1 + torch.exp(-layer.mu)),
-            1 / (1 + torch.exp(-layer.beta)),
-            torch.log1p(torch.exp(layer.gamma)),
-        )
+        mu = 1 / (1 + torch.exp(-layer.mu))
+        beta = 1 / (1 + torch.exp(-layer.beta))
+        gamma = torch.log1p(torch.exp(layer.gamma))
         f = step(layer, norm(x + mu * v, layer.norm.weight))
         v = layer_norm(beta * v + gamma * f, layer.velocity_norm.weight)
         x = x + v

@@ -38,17 +38,19 @@ def runs() -> list[Run]:
     """Return the runs of all operations."""
     from tests.kernels.operations import IMPLEMENTATIONS, SUITES, fits
 
-    return [
-        Run(op, implementation, case, kind)
-        for op, suite in SUITES.items()
-        for implementation in IMPLEMENTATIONS.get(op, ("triton",))
-        if implementation not in PLAIN
-        for case in suite.cases
-        # Without beta, sdpa only calls torch's attention and runs no Triton kernel.
-        if fits(op, implementation, case)
-        and (implementation != "sdpa" or suite.cases[case](suite.small)["beta"] is not None)
-        for kind in TYPES
-    ]
+    made = []
+    for op, suite in SUITES.items():
+        for implementation in IMPLEMENTATIONS.get(op, ("triton",)):
+            if implementation in PLAIN:
+                continue
+            for case, inputs in suite.cases.items():
+                if not fits(op, implementation, case):
+                    continue
+                # Without beta, sdpa only calls torch's attention and runs no Triton kernel.
+                if implementation == "sdpa" and inputs(suite.small)["beta"] is None:
+                    continue
+                made += [Run(op, implementation, case, kind) for kind in TYPES]
+    return made
 
 
 def faults(run: Run, ulps: float, seed: int) -> list[str]:

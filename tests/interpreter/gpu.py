@@ -37,9 +37,8 @@ def gpu_arithmetic(ulps: float, seed: int = 0) -> Iterator[None]:
             if any(each.dtype != np.float32 for each in data):
                 return own(self, *handles)
             with np.errstate(all="ignore"):
-                exact = function(
-                    *((flushed(each) if flush else each).astype(np.float64) for each in data)
-                )
+                given = [flushed(each) if flush else each for each in data]
+                exact = function(*(each.astype(np.float64) for each in given))
                 found = off(exact, ulps, seed, *data)
             return TensorHandle(flushed(found) if flush else found, handles[0].dtype.scalar)
 
@@ -75,15 +74,13 @@ def off(exact: Any, ulps: float, seed: int, *operands: Any) -> Any:
     """
     bits: Any = np.uint32(seed)
     for operand in operands:
-        bits = (
-            bits ^ np.ascontiguousarray(operand).view(np.uint32).reshape(operand.shape)
-        ) * np.uint32(0x9E3779B1)
+        operand_bits = np.ascontiguousarray(operand).view(np.uint32).reshape(operand.shape)
+        bits = (bits ^ operand_bits) * np.uint32(0x9E3779B1)
         bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x85EBCA77)
         bits = bits ^ (bits >> np.uint32(13))
     rounded = exact.astype(np.float32)
-    moved = (
-        exact + ulps * (bits / 2.0**31 - 1) * np.spacing(np.abs(rounded)).astype(np.float64)
-    ).astype(np.float32)
+    units = np.spacing(np.abs(rounded)).astype(np.float64)
+    moved = (exact + ulps * (bits / 2.0**31 - 1) * units).astype(np.float32)
     return np.where(np.isfinite(rounded) & (rounded != 0) & (exact != 1), moved, rounded)
 
 

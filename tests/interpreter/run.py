@@ -61,18 +61,15 @@ def mend_bfloat16() -> None:
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         pair = (source.dtype.scalar, target.scalar)
         if pair == (tl.float32, tl.bfloat16):
-            rounded = (
-                torch.from_numpy(np.ascontiguousarray(source.data))
-                .bfloat16()
-                .view(torch.uint16)
-                .numpy()
-            )
+            numbers = torch.from_numpy(np.ascontiguousarray(source.data))
+            rounded = numbers.bfloat16().view(torch.uint16).numpy()
             return TensorHandle(rounded.reshape(source.data.shape), tl.bfloat16)
         if pair == (tl.bfloat16, tl.float32):
             return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
         return cast(self, source, target)
 
-    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+    InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.cast_impl = cast_impl
 
 
 def mend_fma() -> None:
@@ -96,10 +93,8 @@ def mend_calls() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch, everything = (
-        interpreter._patch_lang,
-        SimpleNamespace(__globals__={"tl": tl, "core": tl.core}),
-    )
+    patch = interpreter._patch_lang
+    everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     taken = False
 
     def patch_once(function: Any) -> Any:
@@ -130,12 +125,10 @@ def mend_types() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    numpy_type, tensor, block, equal = (
-        interpreter._get_np_dtype,
-        tl.tensor.__init__,
-        tl.block_type.__init__,
-        tl.dtype.__eq__,
-    )
+    numpy_type = interpreter._get_np_dtype
+    tensor = tl.tensor.__init__
+    block = tl.block_type.__init__
+    equal = tl.dtype.__eq__
     of_types: dict[str, Any] = {}
     of_tensors: dict[tuple[int, ...], Any] = {}
     of_blocks: dict[tuple[Any, ...], Any] = {}
@@ -151,7 +144,9 @@ def mend_types() -> None:
         if shape not in of_tensors:
             tensor(self, handle, kind)
             of_tensors[shape] = self.numel, self.shape
-        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.handle = handle
+        self.type = kind
+        self.dtype = kind.scalar
         self.numel, self.shape = of_tensors[shape]
 
     def known_block(self: Any, element: Any, shape: Any) -> None:
@@ -165,9 +160,7 @@ def mend_types() -> None:
         self.element_ty = element
         self.shape, self.numel, self.name = of_blocks[key]
 
-    interpreter._get_np_dtype, tl.tensor.__init__, tl.block_type.__init__ = (
-        known_numpy_type,
-        known_tensor,
-        known_block,
-    )
+    interpreter._get_np_dtype = known_numpy_type
+    tl.tensor.__init__ = known_tensor
+    tl.block_type.__init__ = known_block
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)

@@ -69,9 +69,9 @@ class Launch:
             self.faults.add(f"one store names an address of {name} twice")
         side = self.stored if what == "store" else self.loaded
         mine = side.setdefault(name, {})
-        mine[self.program] = (
-            unique if self.program not in mine else np.union1d(mine[self.program], unique)
-        )
+        if self.program in mine:
+            unique = np.union1d(mine[self.program], unique)
+        mine[self.program] = unique
 
     def _elements(self, name: str) -> Any:
         """Return the sorted addresses of an argument's elements."""
@@ -105,9 +105,8 @@ def _addresses(t: torch.Tensor) -> Any:
     """Return the address of each element."""
     found = np.full((1,) * t.dim(), t.data_ptr(), np.int64)
     for n, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
-        found = found + (np.arange(size) * stride * t.element_size()).reshape(
-            [-1 if m == n else 1 for m in range(t.dim())]
-        )
+        offsets = np.arange(size) * stride * t.element_size()
+        found = found + offsets.reshape([-1 if m == n else 1 for m in range(t.dim())])
     return found.ravel()
 
 
@@ -226,7 +225,8 @@ class Sanitizer:
         own, typed = getattr(InterpreterBuilder, name), name == "create_splat"
 
         def create(builder: Any, *given: Any) -> Any:
-            made, source = own(builder, *given), given[1 if typed else 0]
+            made = own(builder, *given)
+            source = given[1 if typed else 0]
             if source.data.dtype == np.uint64 and made.data.dtype == np.uint64 and source.data.size:
                 made.set_attr("argument", self.now.argument(source))
             return made

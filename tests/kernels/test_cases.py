@@ -83,16 +83,14 @@ def calls() -> Iterator[Any]:
     for op, suite in SUITES.items():
         for implementation in IMPLEMENTATIONS.get(op, ("triton", "reference")):
             cases = [each for each in suite.cases if fits(op, implementation, each)]
-            alike = (
-                [each for each in cases if NUMBERS.search(each)]
-                if implementation == "triton"
-                else cases
-            )
+            if implementation == "triton":
+                alike = [each for each in cases if NUMBERS.search(each)]
+            else:
+                alike = cases
             repeated = {each for n, each in enumerate(alike) if n % 3}
             for n, case in enumerate(cases):
-                for m, kind in enumerate(
-                    TYPES if n or implementation != "reference" else (*TYPES, "float16")
-                ):
+                types = (*TYPES, "float16") if n == 0 and implementation == "reference" else TYPES
+                for m, kind in enumerate(types):
                     quick = case not in repeated and n % 2 == m
                     marks = [] if n == 0 or quick else [pytest.mark.slow]
                     yield pytest.param(
@@ -217,22 +215,13 @@ def test_every_edge_of_a_block(op: str, n: int) -> None:
     )
 
 
+NORMAL_FORMS = [
+    Form(op, case) for op, suite in ALL.items() for case in suite.cases if "range 500" not in case
+]
+
+
 @pytest.mark.parametrize("terms", [0, 300], ids=["one block", "many blocks"])
-@pytest.mark.parametrize(
-    "form",
-    named(
-        (
-            *(
-                Form(op, case)
-                for op, suite in ALL.items()
-                for case in suite.cases
-                if "range 500" not in case
-            ),
-            *FORMS,
-            *FULL,
-        )
-    ),
-)
+@pytest.mark.parametrize("form", named((*NORMAL_FORMS, *FORMS, *FULL)))
 def test_the_reference_is_the_definition_in_float64(
     form: Form, terms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,20 +307,19 @@ def test_parts_with_a_past_equal_the_whole(form: Form, implementation: str) -> N
         x = form.inputs(dtype)
         full, last = form.run(x, implementation)
         state, count = x.get(form.rows.state), full.shape[form.axis]
-        for sizes in (
-            (count // 3, 1, count - count // 3 - 1),
-            *(((1,) * count,) if implementation == "reference" else ()),
-        ):
-            made, start, past = [], 0, state
+        partitions: list[tuple[int, ...]] = [(count // 3, 1, count - count // 3 - 1)]
+        if implementation == "reference":
+            partitions.append((1,) * count)
+        for sizes in partitions:
+            made = []
+            start = 0
+            past = state
             for size in sizes:
-                now = form.taken(
-                    x,
-                    slice(start, start + size),
-                    slice(0, start + size) if form.rows.read else None,
-                )
-                o, past = form.run(
-                    now | ({form.rows.state: past} if past is not None else {}), implementation
-                )
+                past_and_now = slice(0, start + size) if form.rows.read else None
+                now = form.taken(x, slice(start, start + size), past_and_now)
+                if past is not None:
+                    now |= {form.rows.state: past}
+                o, past = form.run(now, implementation)
                 made.append(o)
                 start += size
             scale = float(full.abs().max())
@@ -339,9 +327,8 @@ def test_parts_with_a_past_equal_the_whole(form: Form, implementation: str) -> N
                 torch.cat(made, form.axis), full, rtol=rounding, atol=rounding * scale
             )
             if last is not None and past is not None:
-                assert past.dtype == last.dtype and (
-                    form.op == "time_decay_scan" or past.requires_grad is False
-                )
+                assert past.dtype == last.dtype
+                assert form.op == "time_decay_scan" or past.requires_grad is False
                 torch.testing.assert_close(
                     past, last, rtol=rounding, atol=rounding * float(last.abs().max())
                 )
@@ -372,12 +359,10 @@ def test_padding_is_not_there(form: Form) -> None:
     o = form.run(x | leaves | {form.rows.valid: valid})[0]
     assert o.isfinite().all()
     for row, kept in enumerate(valid):
-        one = {
-            name: t[row : row + 1]
-            if isinstance(t, Tensor) and len(t) == 2 and name in {*leaves, "state"}
-            else t
-            for name, t in x.items()
-        }
+        one = x.copy()
+        for name in (*leaves, "state"):
+            if isinstance(x.get(name), Tensor) and len(x[name]) == 2:
+                one[name] = x[name][row : row + 1]
         alone = form.run(form.taken(one, kept.nonzero().flatten()))[0]
         # float64 rounding of values shifted by 20
         torch.testing.assert_close(o[row : row + 1, :, kept], alone, rtol=1e-9, atol=1e-9)
@@ -436,9 +421,8 @@ def test_a_narrow_type_is_rounded_once(form: Form, dtype: torch.dtype) -> None:
     )[0]
     assert relative(o, exact) < NARROW[dtype]
     wide = form.op == "time_decay_scan" and form.case == "logits"
-    assert o.dtype == (torch.float32 if wide else dtype) and (
-        state is None or form.axis == 0 or state.dtype == torch.float32
-    )
+    assert o.dtype == (torch.float32 if wide else dtype)
+    assert state is None or form.axis == 0 or state.dtype == torch.float32
 
 
 class Made(TorchDispatchMode):
@@ -502,10 +486,12 @@ def test_what_is_kept_is_linear_in_the_tokens(form: Form, implementation: str) -
         "symmetric_attention",
         "free_energy",
     )
-    tokens = 32 if implementation == "triton" else 128 if quadratic else 1024
-    (short, _), (long, inputs) = (
-        kept_bytes(form, implementation, times * tokens) for times in (1, 2)
-    )
+    if implementation == "triton":
+        tokens = 32
+    else:
+        tokens = 128 if quadratic else 1024
+    short, _ = kept_bytes(form, implementation, tokens)
+    long, inputs = kept_bytes(form, implementation, 2 * tokens)
     assert long < 2.1 * short
     # Saving all states of the chunks or all blocks of pairs would take many times the inputs'
     # memory. The two linear attentions save the 64 x 64 pairs of their chunks.
@@ -513,8 +499,9 @@ def test_what_is_kept_is_linear_in_the_tokens(form: Form, implementation: str) -
         "energy_linear_attention": 12,
         "symmetric_linear_attention": 25,
         "aft_read": 12 if implementation == "triton" else 8,
-    }.get(form.op, 6 if implementation == "reference" else 12)
-    assert long < most * inputs
+    }
+    usual = 6 if implementation == "reference" else 12
+    assert long < most.get(form.op, usual) * inputs
 
 
 @pytest.mark.parametrize(
@@ -560,11 +547,16 @@ def test_an_argument_of_another_shape_or_type_is_refused_in_one_line(form: Form)
     x = form.inputs(torch.float32)
     names = (*form.tokens(x), form.rows.state) if form.op in ROWS else ("weight",)
     for name in names:
-        if isinstance(t := x.get(name), Tensor) and not (
-            form.op == "free_energy" and name in ("q", "k", "log_decay")
-        ):
-            for bad in (t[..., None], t[:0], *([t[..., :-1]] if name != "v" else [])):
-                refused(form.op, x | {name: bad}, r"\b(shape|expected|empty|multiple|must be|is) ")
+        t = x.get(name)
+        if not isinstance(t, Tensor):
+            continue
+        if form.op == "free_energy" and name in ("q", "k", "log_decay"):
+            continue
+        wrong = [t[..., None], t[:0]]
+        if name != "v":
+            wrong.append(t[..., :-1])
+        for bad in wrong:
+            refused(form.op, x | {name: bad}, r"\b(shape|expected|empty|multiple|must be|is) ")
     refused(
         form.op,
         form.inputs(torch.int32),

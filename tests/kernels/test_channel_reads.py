@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import kernels.ssm_read.op as reference
 from kernels.aft_read import aft_read
@@ -49,9 +50,8 @@ def test_aft_takes_logits_of_any_size(size: float, dtype: torch.dtype) -> None:
     assert (got["output 0"] - truth["output 0"]).abs().max() < 4 * size * torch.finfo(dtype).eps
     # The gradient of beta is F - E_w[v], a difference of two large numbers.
     for name in ("d k", "d v", "d beta"):
-        assert got[name].isfinite().all() and relative(got[name], truth[name]) < (
-            1e-10 if dtype == torch.float64 else 1e-4
-        )
+        assert got[name].isfinite().all()
+        assert relative(got[name], truth[name]) < (1e-10 if dtype == torch.float64 else 1e-4)
 
 
 @every_form
@@ -94,9 +94,8 @@ def test_ssm_takes_steps_of_any_size(size: float, values: float) -> None:
         # float32 rounding of beta v / beta
         torch.testing.assert_close(free_energy, x["v"], rtol=1e-6, atol=1e-5)
     else:
-        assert (free_energy >= mu - 1e-5 * values).all() and (
-            free_energy <= x["v"].cummax(2).values + 1e-5 * values
-        ).all()
+        assert (free_energy >= mu - 1e-5 * values).all()
+        assert (free_energy <= x["v"].cummax(2).values + 1e-5 * values).all()
 
 
 @every_form
@@ -162,11 +161,9 @@ def test_padding_alone_leaves_a_state_as_it_is(op: str, implementation: str) -> 
     nobody = torch.zeros(1, 5, dtype=torch.bool)
     _, state = read(**x, valid=nobody, implementation=implementation)
     first, second = (read(**x, state=each, implementation=implementation) for each in (None, state))
-    assert (
-        state.isfinite().all()
-        and torch.equal(first[0], second[0])
-        and torch.equal(first[1], second[1])
-    )
+    assert state.isfinite().all()
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
     idle = read(**x, valid=nobody, state=first[1], implementation=implementation)[1]
     torch.testing.assert_close(idle, first[1], rtol=1e-6, atol=1e-6)  # float32 rounding
 
@@ -174,19 +171,19 @@ def test_padding_alone_leaves_a_state_as_it_is(op: str, implementation: str) -> 
 @pytest.mark.parametrize("op", READS)
 def test_gradients_next_to_a_state(op: str) -> None:
     x, (read, _) = drawn(op, tokens=16), READS[op]
-    earlier, later = (
-        {name: t[:, :, part] if t.dim() == 4 else t for name, t in x.items()}
-        for part in (slice(0, 9), slice(9, 16))
-    )
-    state = read(**earlier)[1]
-    truth, got = (
-        results(
-            lambda given, how=how: read(**given, state=state, implementation=how)[:1],  # type: ignore[misc]
-            later,
-            torch.float32,
-            "cpu",
-        )
-        for how in ("reference", "triton")
-    )
-    for name, g in got.items():
+
+    def part(tokens: slice) -> Inputs:
+        return {name: t[:, :, tokens] if t.dim() == 4 else t for name, t in x.items()}
+
+    state = read(**part(slice(0, 9)))[1]
+    later = part(slice(9, 16))
+
+    def results_of(implementation: str) -> dict[str, Tensor]:
+        def call(given: Inputs) -> tuple[Tensor, ...]:
+            return read(**given, state=state, implementation=implementation)[:1]
+
+        return results(call, later, torch.float32, "cpu")
+
+    truth = results_of("reference")
+    for name, g in results_of("triton").items():
         assert relative(g, truth[name]) < 5e-6, name  # both round in float32

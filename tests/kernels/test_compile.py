@@ -94,12 +94,9 @@ def test_autocast_changes_no_bit(op: str) -> None:
 
             found.append(results(call, x, torch.float32, "cpu"))
     # The suite itself squares the factor under autocast, which may change this gradient.
-    assert all(
-        torch.equal(way[name], found[0][name])
-        for way in found[1:]
-        for name in way
-        if name != "d factor"
-    )
+    for way in found[1:]:
+        for name in way:
+            assert name == "d factor" or torch.equal(way[name], found[0][name])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,8 @@ def test_a_layer_is_one_graph(name: str) -> None:
     rng = torch.Generator().manual_seed(1)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=rng)
-    x, found = torch.randn(20, 2, model.stream_size, generator=rng).requires_grad_(), []
+    x = torch.randn(20, 2, model.stream_size, generator=rng).requires_grad_()
+    found = []
     for read in (block, torch.compile(block, fullgraph=True, backend="eager")):
         y = read(x, Context())
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, *block.parameters()))))

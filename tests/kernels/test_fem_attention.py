@@ -97,10 +97,8 @@ def test_the_gap_is_a_divergence_and_the_free_energy_shifts_with_its_values(
     dtype = torch.float32 if implementation in ("sdpa", "triton") else torch.float64
     x = {name: t.detach() for name, t in inputs(dtype, beta=beta, uniform=uniform).items()}
     ones = torch.ones_like(x["v"])
-    mu, free = (
-        fem_attention(x["q"], x["k"], x["v"], x["beta"], lam, implementation=implementation)
-        for lam in (0 * ones, ones)
-    )
+    mu = fem_attention(x["q"], x["k"], x["v"], x["beta"], 0 * ones, implementation=implementation)
+    free = fem_attention(x["q"], x["k"], x["v"], x["beta"], ones, implementation=implementation)
     # Rounding of sums over 21 tokens of the values' size, and of a logarithm divided by beta.
     rounding = 20 * torch.finfo(dtype).eps * (uniform + 1 / beta)
     assert (free >= mu - rounding).all() and (free <= x["v"].cummax(2).values + rounding).all()
@@ -143,11 +141,13 @@ def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> N
             torch.full_like(x["lam"], lam),
             implementation=implementation,
         )
-        low, high = torch.full_like(mixed, 1e-9), x["beta"][:, None].expand_as(mixed)
+        low = torch.full_like(mixed, 1e-9)
+        high = x["beta"][:, None].expand_as(mixed)
         for _ in range(60):
             middle = (low + high) / 2
             under = at(middle) < mixed
-            low, high = torch.where(under, middle, low), torch.where(under, high, middle)
+            low = torch.where(under, middle, low)
+            high = torch.where(under, high, middle)
         # The first token has one key, so that every temperature gives the same value.
         return low[:, :, 1:]
 
@@ -162,10 +162,10 @@ def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> N
 @fast_and_exact
 def test_an_output_moves_by_rounding_at_most_when_later_tokens_change(implementation: str) -> None:
     x = inputs()
-    later = {
-        name: t if name == "beta" else torch.cat((t[:, :, :13], 1.5 * t[:, :, 13:].flip(2)), 2)
-        for name, t in x.items()
-    }
+    later = x.copy()
+    for name, t in x.items():
+        if name != "beta":
+            later[name] = torch.cat((t[:, :, :13], 1.5 * t[:, :, 13:].flip(2)), 2)
     with torch.no_grad():
         o, moved = (fem_attention(**given, implementation=implementation) for given in (x, later))
     # The later tokens move the values' centre, which changes float32's rounding.
@@ -192,11 +192,9 @@ def test_beyond_its_range_the_reference_runs_and_it_is_reported_once(
             for name, got in gradients(x, implementation=implementation).items()
         )
     (record,) = [record for record in messages.records if record.levelname == "WARNING"]
-    assert (
-        len(messages.records) == 2
-        and "over 80: the exact reference" in record.getMessage()
-        and "\n" not in record.getMessage()
-    )
+    assert len(messages.records) == 2
+    assert "over 80: the exact reference" in record.getMessage()
+    assert "\n" not in record.getMessage()
     ranges = x["v"].amax(2, keepdim=True) - x["v"].amin(2, keepdim=True)
     assert f"{float((x['beta'][:, None] * ranges).max()):.4g}" in record.getMessage()
     for value in (81.0, float("inf"), float("nan")):  # one channel is enough
@@ -213,10 +211,9 @@ def test_beyond_its_range_the_reference_runs_and_it_is_reported_once(
 def test_bfloat16_free_energy_gap_keeps_its_digits_at_small_beta(beta: float) -> None:
     x = {name: t.detach().bfloat16() for name, t in inputs(beta=beta, tokens=128).items()}
     wide = {name: x[name].double() for name in ("q", "k", "v", "beta")}
-    mu, free_energy = (
-        definition(dict.fromkeys((*TENSORS, *KNOWN[1:])) | {"causal": True} | given)[0]
-        for given in (wide | {"beta": None}, wide)
-    )
+    others: dict[str, Any] = dict.fromkeys((*TENSORS, *KNOWN[1:])) | {"causal": True}
+    mu = definition(others | wide | {"beta": None})[0]
+    free_energy = definition(others | wide)[0]
     # lam is float32 with bfloat16 inputs; its gradient is F - mu.
     lam = torch.full(mu.shape, 0.5, requires_grad=True)
     o = fem_attention(x["q"], x["k"], x["v"], x["beta"].float(), lam, implementation="fused")
@@ -242,10 +239,8 @@ def test_free_energy_is_never_under_the_mean_whatever_the_rounding(
     v = torch.tensor([144.0, 144.0, 145.0, 146.0], dtype=torch.bfloat16)[
         None, None, :, None
     ].requires_grad_()
-    q, beta = (
-        torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16),
-        torch.full((1, 1), 2.45, dtype=torch.bfloat16, requires_grad=True),
-    )
+    q = torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16)
+    beta = torch.full((1, 1), 2.45, dtype=torch.bfloat16, requires_grad=True)
     o = fem_attention(q, q, v, beta, implementation="fused")
     assert all(t.isfinite().all() for t in (o, *torch.autograd.grad(o.float().sum(), (v, beta))))
 
@@ -281,9 +276,8 @@ def test_a_wild_channel_leaves_other_heads_and_blocks_as_they_were_to_the_bit(en
     for name, got in after.items():
         assert relative(got, exact[name]) < 1e-5, name  # documented bound of float32
         if name != "beta":
-            assert torch.equal(got[0], before[name][0]) and torch.equal(
-                got[1, 1], before[name][1, 1]
-            )
+            assert torch.equal(got[0], before[name][0])
+            assert torch.equal(got[1, 1], before[name][1, 1])
             assert not torch.equal(got[1, 0], before[name][1, 0])
             assert name in "qk" or torch.equal(got[1, 0, :, 16:], before[name][1, 0, :, 16:])
     later: Any = {
@@ -328,20 +322,21 @@ def test_one_wild_channel_costs_one_blocks_exact_work(monkeypatch: pytest.Monkey
     assert 4 * (one - calm) < 1.05 * (exponentials(0, 17, 40, 63) - calm)
 
 
+def not_finite() -> list[Any]:
+    """Return (name of the argument left out, value) parameters; every other one is slow."""
+    made = []
+    for without, values in (
+        ("", ("inf", "-inf", "1e30", "nan")),
+        ("lam", ("-inf", "inf", "nan", "1e30")),
+    ):
+        for n, value in enumerate(values):
+            marks = [pytest.mark.slow] if n % 2 else []
+            made.append(pytest.param(without, float(value), id=f"{without}-{value}", marks=marks))
+    return made
+
+
 @engines
-@pytest.mark.parametrize(
-    ("without", "value"),
-    [
-        pytest.param(
-            without, float(value), id=f"{without}-{value}", marks=pytest.mark.slow if n % 2 else []
-        )
-        for without, values in (
-            ("", ("inf", "-inf", "1e30", "nan")),
-            ("lam", ("-inf", "inf", "nan", "1e30")),
-        )
-        for n, value in enumerate(values)
-    ],
-)
+@pytest.mark.parametrize(("without", "value"), not_finite())
 def test_a_value_that_is_not_finite_stays_in_its_head(
     engine: str, value: float, without: str
 ) -> None:
@@ -401,15 +396,17 @@ def test_a_checkpoint_remakes_a_block_once_with_the_same_gradients(reentrant: bo
     The backward of the inner graph is a second autograd task. Unpacking its saved tensors must not
     make the checkpoint recompute again.
     """
-    x, direct, forwards = inputs(), gradients(inputs(), implementation="sdpa"), 0
+    x = inputs()
+    direct = gradients(inputs(), implementation="sdpa")
+    forwards = 0
 
     def block(*tensors: Tensor) -> Tensor:
         nonlocal forwards
         forwards += 1
-        return sum(
-            (fem_attention(*(t * 1.0 for t in tensors), implementation="sdpa") for _ in range(2)),
-            torch.zeros(()),
+        outputs = (
+            fem_attention(*(t * 1.0 for t in tensors), implementation="sdpa") for _ in range(2)
         )
+        return sum(outputs, torch.zeros(()))
 
     total(checkpoint(block, *x.values(), use_reentrant=reentrant)).backward()
     assert forwards == 2 and all(torch.equal(x[name].grad, 2 * direct[name]) for name in x)
@@ -429,10 +426,8 @@ class Graft(torch.autograd.Function):
 
 def test_what_is_saved_goes_through_the_hooks_and_nothing_else_is_held() -> None:
     """Offloading or recomputing activations frees their memory: the inner graph holds no input."""
-    anchor, memory = (
-        torch.zeros((), requires_grad=True),
-        {name: t.detach().numpy().copy() for name, t in inputs().items()},
-    )
+    anchor = torch.zeros((), requires_grad=True)
+    memory = {name: t.detach().numpy().copy() for name, t in inputs().items()}
     offloaded: list[Tensor] = []
 
     def pack(t: Tensor) -> int:
@@ -489,10 +484,8 @@ def test_the_largest_range_is_reported_once_by_a_later_call(
         ).max()
     )
     (record,) = messages.records[1:]
-    assert (
-        record.levelname == "WARNING"
-        and f"has reached {largest:.4g}, over 80" in record.getMessage()
-    )
+    assert record.levelname == "WARNING"
+    assert f"has reached {largest:.4g}, over 80" in record.getMessage()
     accelerated.watch.cache_clear()
 
 
@@ -514,9 +507,8 @@ def test_decoding_in_one_part_or_many(tokens: int, queries: int) -> None:
         given[1][:, :, -1:] *= -1e4
         given[2][:, :, -1:] *= -1e4
         after = fem_attention(*given, implementation="decode")
-        assert torch.equal(after[:, :, :-1], before[:, :, :-1]) and not torch.equal(
-            after[:, :, -1:], before[:, :, -1:]
-        )
+        assert torch.equal(after[:, :, :-1], before[:, :, :-1])
+        assert not torch.equal(after[:, :, -1:], before[:, :, -1:])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)

@@ -69,10 +69,8 @@ def test_why_an_engine_does_not_take_a_call(
 
 
 def test_cudnn_is_not_given_ragged_or_changing_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudnn, full = (
-        replace(ENGINES["cudnn"], fits=lambda call, widths: True),
-        replace(CALL, tq=256, tk=256),
-    )
+    cudnn = replace(ENGINES["cudnn"], fits=lambda call, widths: True)
+    full = replace(CALL, tq=256, tk=256)
     assert cudnn.unfit(full) is None
     for trains in (True, False):
         assert (
@@ -329,12 +327,9 @@ def test_where_nothing_is_measured_the_architecture_decides(
 
 
 def test_a_benchmarks_table_is_written_read_and_followed(tmp_path: Path) -> None:
-    assert all(
-        name in ENGINES
-        for entries in read(TABLE).values()
-        for one in entries
-        for name in one.microseconds
-    )
+    for entries in read(TABLE).values():
+        for one in entries:
+            assert one.microseconds.keys() <= ENGINES.keys()
     path = tmp_path / "table.json"
     write("cpu", [entry(64, {"triton": 2.0, "flash": 1.0}), entry(32, {"sdpa": 1.0})], path)
     write("cpu", [entry(32, {"triton": 1.0})], path)

@@ -75,18 +75,13 @@ def reads() -> dict[str, Callable[..., Tensor]]:
     q, k, delta = (
         torch.rand(1, 1, 40, 3, generator=rng, dtype=torch.float64) + 0.1 for _ in range(3)
     )
+    rate = torch.ones(1, 3, 3).double()
     x = {"q": q, "k": k, "log_decay": -delta[..., 0]}
     return {
         "aft_read": lambda v, *rest: aft_read(10 * q, v, *rest)[0],
-        "ssm_read": lambda v, *rest: ssm_read(delta, torch.ones(1, 3, 3).double(), q, k, v, *rest)[
-            0
-        ],
-        "fem_attention, fused": lambda v, *rest: fem_attention(
-            4 * q, k, v, *rest, implementation="fused"
-        ),
-        "fem_attention, reference": lambda v, *rest: fem_attention(
-            4 * q, k, v, *rest, implementation="reference"
-        ),
+        "ssm_read": lambda v, *rest: ssm_read(delta, rate, q, k, v, *rest)[0],
+        "fem_attention, fused": partial(fem_attention, 4 * q, k, implementation="fused"),
+        "fem_attention, reference": partial(fem_attention, 4 * q, k, implementation="reference"),
         "free_energy, fast": lambda v, *rest: read(x, v, *rest),
         "free_energy, exact": lambda v, *rest: read(x, v, *rest, exact=True),
     }
@@ -180,11 +175,10 @@ def test_only_a_wild_channel_is_read_again(case: str, causal: bool) -> None:
         )
         for n in (0, 3):  # o and the gradient of v
             differs = (found[n] != fast[n]).any(2).nonzero().tolist()
-            assert (
-                differs == [[0, 0, 3], [0, 1, 9]]
-                if n == 0 and causal
-                else all(at in [[0, 0, 3], [0, 1, 9]] for at in differs)
-            )
+            if n == 0 and causal:
+                assert differs == [[0, 0, 3], [0, 1, 9]]
+            else:
+                assert all(at in [[0, 0, 3], [0, 1, 9]] for at in differs)
 
 
 def test_the_work_of_a_wild_channel_is_its_head_s_and_linear_in_the_length() -> None:
@@ -200,10 +194,10 @@ def test_the_work_of_a_wild_channel_is_its_head_s_and_linear_in_the_length() -> 
             with_gradients(x, linear_read)
         return counted.found
 
-    calm, one, two, four = (
-        exponentials(512, *wild)
-        for wild in ((), [(1, 0, 3)], [(1, 0, 3), (0, 2, 5)], [(0, n, 1) for n in range(4)])
-    )
+    calm = exponentials(512)
+    one = exponentials(512, (1, 0, 3))
+    two = exponentials(512, (1, 0, 3), (0, 2, 5))
+    four = exponentials(512, *((0, n, 1) for n in range(4)))
     assert two - calm == 2 * (one - calm) and four - calm == 4 * (one - calm)
     assert exponentials(2048, (1, 0, 3)) == pytest.approx(4 * one, rel=0.01)
     tokens, (dk, dv) = 512, (12, 10)
@@ -289,17 +283,14 @@ def forms_of_calls(ranges: Ranges, value_ranges: list[float], how: str = "refere
     found = []
     for value_range in value_ranges:
         x = of_range(value_range)
-        o, *gradients = with_gradients(
-            x,
-            lambda *given, v=x["v"]: linear_read(
-                *given, decision=ranges.decide(v), implementation=how
-            ),
-        )
+
+        def decided(*given: Tensor, v: Tensor = x["v"]) -> Tensor:
+            return linear_read(*given, decision=ranges.decide(v), implementation=how)
+
+        o, *gradients = with_gradients(x, decided)
         assert o.isfinite().all() and all(g.isfinite().all() for g in gradients)
-        fast, exact = (
-            linear_read(*(x[name] for name in NAMES), exact=form, implementation=how)
-            for form in (False, None)
-        )
+        fast = linear_read(*(x[name] for name in NAMES), exact=False, implementation=how)
+        exact = linear_read(*(x[name] for name in NAMES), exact=None, implementation=how)
         assert torch.equal(fast, exact) is (value_range <= 80)
         found.append(ranges.forms()[-1])
         assert torch.equal(o, exact if found[-1] else fast)
@@ -324,9 +315,8 @@ def test_a_call_takes_the_form_that_the_range_before_it_requested(
     )
     # The first call waits for its own range.
     assert forms_of_calls(Ranges(late=True), [BEYOND, BELOW, BELOW], how) == [1, 1, 0]
-    assert (
-        pickle.loads(pickle.dumps(Ranges(late=True))).late and copy.deepcopy(Ranges()).late is None
-    )
+    assert pickle.loads(pickle.dumps(Ranges(late=True))).late
+    assert copy.deepcopy(Ranges()).late is None
 
 
 def test_a_call_has_space_for_the_heads_that_passed_in_the_last(
@@ -337,10 +327,8 @@ def test_a_call_has_space_for_the_heads_that_passed_in_the_last(
     The number is rounded up to a power of 2. The device finds the heads, so that they may differ
     from those of the previous call.
     """
-    calm, ranges = (
-        {name: t.float() for name, t in inputs(heads=4, batch=2).items()},
-        Ranges(late=True),
-    )
+    calm = {name: t.float() for name, t in inputs(heads=4, batch=2).items()}
+    ranges = Ranges(late=True)
     heads = [(n, m, 1) for n in range(2) for m in range(4)]
     steps = [
         (heads[:0], 0),
@@ -383,10 +371,8 @@ def test_the_fast_form_beyond_its_range_is_finite_and_loses_only_what_is_far_bel
     x, wide = of_range(value_range), of_range(value_range, torch.float64)
     truth = with_gradients(wide, partial(linear_read, exact=True))
     mu = with_gradients(wide | {"lam": 0 * wide["lam"]}, partial(linear_read, exact=True))
-    one, other = (
-        with_gradients(x, partial(linear_read, exact=False, implementation=how))
-        for how in ("reference", "triton")
-    )
+    one = with_gradients(x, partial(linear_read, exact=False, implementation="reference"))
+    other = with_gradients(x, partial(linear_read, exact=False, implementation="triton"))
     assert all(
         relative(got, wanted) < 1e-5 and got.isfinite().all()
         for got, wanted in zip(other, one, strict=True)
@@ -413,11 +399,9 @@ def test_what_is_computed_again_takes_the_form_that_it_took_first() -> None:
     for reentrant in (True, False):
         for within in (True, False):
             for order in (1, -1):
-                ranges, made, xs = (
-                    Ranges(late=True),
-                    [],
-                    [of_range(value_range) for value_range in given],
-                )
+                ranges = Ranges(late=True)
+                made = []
+                xs = [of_range(value_range) for value_range in given]
 
                 def layer(
                     *x: Tensor,
@@ -431,11 +415,10 @@ def test_what_is_computed_again_takes_the_form_that_it_took_first() -> None:
 
                 for x in xs:
                     arguments = [x[name] for name in NAMES]
-                    made.append(
-                        layer(*arguments)
-                        if within
-                        else checkpoint(layer, *arguments, use_reentrant=reentrant)
-                    )
+                    if within:
+                        made.append(layer(*arguments))
+                    else:
+                        made.append(checkpoint(layer, *arguments, use_reentrant=reentrant))
                 forms = ranges.forms()
                 assert forms == [0, 0, 1, 1, 0, 0]
                 for x, o, form in list(zip(xs, made, forms, strict=True))[::order]:
@@ -476,7 +459,9 @@ def test_the_host_waits_for_nothing_after_the_first_call(how: str, value_range: 
 def decode(x: Inputs, pieces: list[int]) -> Tensor:
     """Return (mu, F), computed in consecutive parts of the sequence with a carried state."""
     sums = state = None
-    found, start, values = [], 0, x["v"].shape[3]
+    found = []
+    start = 0
+    values = x["v"].shape[3]
     for piece in pieces:
         now: Any = {
             name: t[:, :, start : start + piece]
@@ -498,11 +483,9 @@ def decode(x: Inputs, pieces: list[int]) -> Tensor:
 
 
 def ordered(x: Inputs, order: str) -> Inputs:
-    return (
-        x
-        if order == "as they come"
-        else x | {"v": x["v"].sort(dim=2, descending=order == "falling").values}
-    )
+    if order == "as they come":
+        return x
+    return x | {"v": x["v"].sort(dim=2, descending=order == "falling").values}
 
 
 every_order = pytest.mark.parametrize("order", ["as they come", "rising", "falling"])

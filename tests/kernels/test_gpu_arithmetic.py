@@ -14,10 +14,10 @@ import pytest
 from tests.interpreter.__main__ import Run, faults, runs
 
 RUNS = runs()
-QUICK = {
-    random.Random(7).choice([run for run in RUNS if run.op == op])
-    for op in sorted({run.op for run in RUNS})
-}
+RUNS_OF: dict[str, list[Run]] = {}
+for each in RUNS:
+    RUNS_OF.setdefault(each.op, []).append(each)
+QUICK = {random.Random(7).choice(of_op) for of_op in RUNS_OF.values()}
 
 
 # Cases whose bounds are relative to rounding, which the approximate instructions change. A state of
@@ -31,10 +31,12 @@ BEYOND = {
 
 def marks(run: Run) -> list[pytest.MarkDecorator]:
     """Return the marks of a run: slow except for one run per operation, xfail for BEYOND."""
-    beyond = [pytest.mark.xfail(reason="the bound is relative to rounding", strict=True)]
-    return ([] if run in QUICK else [pytest.mark.slow]) + (
-        beyond if (run.op, run.case, run.kind) in BEYOND else []
-    )
+    made = []
+    if run not in QUICK:
+        made.append(pytest.mark.slow)
+    if (run.op, run.case, run.kind) in BEYOND:
+        made.append(pytest.mark.xfail(reason="the bound is relative to rounding", strict=True))
+    return made
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=str(run), marks=marks(run)) for run in RUNS])

@@ -114,12 +114,10 @@ def test_a_row_that_reads_nothing_gives_its_own_value(decay: str) -> None:
         torch.testing.assert_close(y, weights @ x["v"], rtol=1e-13, atol=1e-13)  # float64 rounding
         assert not causal or torch.equal(y[:, :, :4], x["v"][:, :, :4])
         for result in (y, weights @ x["v"]):
-            assert all(
-                g.isfinite().all()
-                for g in torch.autograd.grad(
-                    result.square().sum(), list(leaves.values()), retain_graph=True
-                )
+            gradients = torch.autograd.grad(
+                result.square().sum(), list(leaves.values()), retain_graph=True
             )
+            assert all(g.isfinite().all() for g in gradients)
 
 
 @every_decay
@@ -129,21 +127,19 @@ def test_log_weights_are_the_weights(decay: str, causal: bool) -> None:
         name: t.requires_grad_() if isinstance(t, Tensor) else t
         for name, t in inputs(23, decay, torch.float64).items()
     }
-    rows = torch.cat(
-        [
-            log_weights(x["q"], x["k"], x.get("log_decay"), a, b, causal=causal)
-            for a, b in ((0, 7), (7, 23))
-        ],
-        dim=2,
-    )
+    blocks = [
+        log_weights(x["q"], x["k"], x.get("log_decay"), a, b, causal=causal)
+        for a, b in ((0, 7), (7, 23))
+    ]
+    rows = torch.cat(blocks, dim=2)
     weights = weights_and_decays(x | {"causal": causal})[0]
     torch.testing.assert_close(rows.exp(), weights, rtol=1e-12, atol=1e-14)  # float64 rounding
     names = [name for name in x if name in ("q", "k", "log_decay")]
     w = torch.randn(weights.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    gradients = (
-        torch.autograd.grad((one * w).sum(), [x[n] for n in names]) for one in (rows.exp(), weights)
-    )
-    for one, other in zip(*gradients, strict=True):
+    leaves = [x[name] for name in names]
+    from_rows = torch.autograd.grad((rows.exp() * w).sum(), leaves)
+    from_weights = torch.autograd.grad((weights * w).sum(), leaves)
+    for one, other in zip(from_rows, from_weights, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)  # float64 rounding
 
 
@@ -177,10 +173,8 @@ def test_the_rows_alone_or_the_state_alone_are_differentiated(which: int) -> Non
 def test_one_key_for_all_heads_and_decays_in_float32_next_to_bfloat16() -> None:
     x = inputs(18, "a decay a head", heads=2)
     shared = x["k"][:, :1]
-    spread, copied = (
-        linear_attention(**x | {"k": k}, implementation="triton")[0]
-        for k in (shared.expand(-1, 2, -1, -1), shared.repeat(1, 2, 1, 1))
-    )
+    spread = linear_attention(**x | {"k": shared.expand(-1, 2, -1, -1)}, implementation="triton")[0]
+    copied = linear_attention(**x | {"k": shared.repeat(1, 2, 1, 1)}, implementation="triton")[0]
     assert torch.equal(spread, copied)
     mixed = {name: t.bfloat16() if name in ("q", "k", "v") else t for name, t in x.items()}
     leaf = mixed["log_decay"].clone().requires_grad_()

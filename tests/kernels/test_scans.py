@@ -50,7 +50,8 @@ def test_float32_to_4096_steps(case: str) -> None:
 
 
 def test_decays_do_not_overflow_and_a_sum_is_exact() -> None:
-    a, x = torch.full((2000, 2), -50.0).requires_grad_(), torch.full((2000, 2), 1e30)
+    a = torch.full((2000, 2), -50.0).requires_grad_()
+    x = torch.full((2000, 2), 1e30)
     states = time_decay_scan(a, x)
     assert states.isfinite().all() and torch.autograd.grad(states.sum(), a)[0].isfinite().all()
     assert torch.equal(
@@ -60,10 +61,8 @@ def test_decays_do_not_overflow_and_a_sum_is_exact() -> None:
 
 @every_form
 def test_a_logit_of_minus_infinity_keeps_the_state(implementation: str) -> None:
-    logits, x = (
-        torch.tensor([1.0, -torch.inf, 0.5, -torch.inf]).requires_grad_(),
-        torch.tensor([2.0, 0.0, 1.0, 0.0]),
-    )
+    logits = torch.tensor([1.0, -torch.inf, 0.5, -torch.inf]).requires_grad_()
+    x = torch.tensor([2.0, 0.0, 1.0, 0.0])
     states = time_decay_scan(logits, x, softplus=True, implementation=implementation)
     assert states[0] == states[1] and states[2] == states[3]
     (d,) = torch.autograd.grad(states.sum(), logits)
@@ -102,14 +101,10 @@ def test_rounds_grow_with_the_logarithm_of_the_steps(monkeypatch: pytest.MonkeyP
 def test_the_features_weight_may_have_another_type() -> None:
     x = {name: t.float() for name, t in FEATURES.cases["normal"](FEATURES.small).items()}
     weight = x["weight"].bfloat16().requires_grad_()
-    plain, fused = (
-        conditioner_features(x["logits"], x["state"], weight, 1e-5, implementation=how)
-        for how in ("reference", "triton")
-    )
-    assert (
-        relative(fused.detach(), plain.detach()) < 1e-6
-        and torch.autograd.grad(fused.square().sum(), weight)[0].dtype == torch.bfloat16
-    )
+    plain = conditioner_features(x["logits"], x["state"], weight, 1e-5, implementation="reference")
+    fused = conditioner_features(x["logits"], x["state"], weight, 1e-5, implementation="triton")
+    assert relative(fused.detach(), plain.detach()) < 1e-6
+    assert torch.autograd.grad(fused.square().sum(), weight)[0].dtype == torch.bfloat16
 
 
 # --- RoPE -----------------------------------------------------------------------------------------
@@ -120,7 +115,9 @@ def test_the_rotation_keeps_its_angles_alone_and_takes_gradients_in_their_layout
 
     Attention's gradients are permuted or expanded, and k may have none.
     """
-    rng, kept, found = torch.Generator().manual_seed(0), list[Tensor](), []
+    rng = torch.Generator().manual_seed(0)
+    kept = list[Tensor]()
+    found = []
     z = torch.randn(13, 2, 3, 18, generator=rng).requires_grad_()
     angles = torch.rand(13, 2, 1, 3, generator=rng)
 
@@ -158,11 +155,9 @@ def test_the_projection_keeps_its_arguments_alone_and_takes_gradients_in_their_l
         name: t.float() if isinstance(t, Tensor) else t
         for name, t in PROJECTION.cases["normal"](PROJECTION.small).items()
     }
-    (z, f, weight), found, kept = (
-        (x[name].requires_grad_() for name in ("z", "f", "wf")),
-        [],
-        list[Tensor](),
-    )
+    z, f, weight = (x[name].requires_grad_() for name in ("z", "f", "wf"))
+    found = []
+    kept = list[Tensor]()
 
     def keep(t: Tensor) -> Tensor:
         kept.append(t)

@@ -32,10 +32,9 @@ def inputs(
     t: int, *, b: int = 2, h: int = 2, d: int = 4, dtype: torch.dtype = torch.float64
 ) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(t)
-    q, k, w = (
-        torch.randn(*shape, generator=rng, dtype=torch.float64)
-        for shape in ((b, h, t, d), (b, h, t, d), (h, d, 3 * d))
-    )
+    q = torch.randn(b, h, t, d, generator=rng, dtype=torch.float64)
+    k = torch.randn(b, h, t, d, generator=rng, dtype=torch.float64)
+    w = torch.randn(h, d, 3 * d, generator=rng, dtype=torch.float64)
     heads = torch.linspace(d, 1.5 * d, h, dtype=torch.float64)
     return {
         name: x.to(dtype)
@@ -58,10 +57,8 @@ def by_newton(x: dict[str, Any], order: Callable[[Tensor], Tensor], causal: bool
             distances = (one - keys).square().sum(-1)
             return -temperature[h] * torch.logsumexp(-distances / (2 * temperature[h]), 0)
 
-        gradient, hessian = (
-            torch.func.grad(energy)(q[b, h, t]),
-            torch.func.hessian(energy)(q[b, h, t]),
-        )
+        gradient = torch.func.grad(energy)(q[b, h, t])
+        hessian = torch.func.hessian(energy)(q[b, h, t])
         # The paper learns T' separately from T: C / T' replaces I - H = C / T.
         eye = torch.eye(len(hessian), dtype=q.dtype)
         hessian = eye - (eye - hessian) * temperature[h] / newton[h]
@@ -157,10 +154,9 @@ def test_free_energy_is_the_definition_and_has_its_bounds(temperature: float) ->
 
 @BOTH
 def test_a_turn_is_keys_in_the_query_s_frame(exact: bool) -> None:
-    x, turns = (
-        inputs(5),
-        torch.randn(1, 1, 5, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        * 3,
+    x = inputs(5)
+    turns = (
+        torch.randn(1, 1, 5, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 3
     )
     turn = torch.cat((turns.cos(), turns.sin()), dim=-1)
     found = second_order_attention(*x.values(), exact=exact, turn=turn)

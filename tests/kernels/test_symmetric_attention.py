@@ -44,11 +44,10 @@ def test_is_the_gradient_of_its_energy(kind: str, causal: bool) -> None:
     z = sphere(9).requires_grad_()
     alone = causal or kind == "softmax"  # each token's energy, with the keys held fixed
     energy = attention_energy(z, z.detach() if alone else None, kind=kind, causal=causal)
-    read = (
-        symmetric_linear_attention(z, causal=causal)[0]
-        if kind == "linear"
-        else symmetric_attention(z, kind=kind, causal=causal)
-    )
+    if kind == "linear":
+        read = symmetric_linear_attention(z, causal=causal)[0]
+    else:
+        read = symmetric_attention(z, kind=kind, causal=causal)
     torch.testing.assert_close(torch.autograd.grad(energy.sum(), z)[0], read, **ROUNDING)
 
 
@@ -73,10 +72,8 @@ def test_softmax_stays_torch_s_own(causal: bool, valid: Tensor | None) -> None:
 
 def test_bisoftmax_moves_with_its_tokens() -> None:
     """Bisoftmax is not causal: permuted tokens give permuted outputs."""
-    z, order = (
-        sphere(37, p=16, dtype=torch.float32),
-        torch.randperm(37, generator=torch.Generator().manual_seed(0)),
-    )
+    z = sphere(37, p=16, dtype=torch.float32)
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(0))
     plain, moved = (
         symmetric_attention(x, kind="bisoftmax", causal=False, implementation="triton")
         for x in (z, z[:, :, order])

@@ -176,12 +176,14 @@ def main() -> int:
         reach = learn(mutants, [])
         if options.reach:
             options.reach.write_text(json.dumps(reach, indent=1))
-    killed, slow, began = 0, 0, time.monotonic()
+    killed = 0
+    slow = 0
+    began = time.monotonic()
     with ThreadPoolExecutor(options.workers) as pool:
-        for done, (mutant, verdict) in enumerate(
-            pool.map(lambda one: (one, judge(one, reach.get(one.id, []))), mutants), 1
-        ):
-            killed, slow = killed + (verdict in ("killed", "slow")), slow + (verdict == "slow")
+        verdicts = pool.map(lambda mutant: judge(mutant, reach.get(mutant.id, [])), mutants)
+        for done, (mutant, verdict) in enumerate(zip(mutants, verdicts, strict=True), 1):
+            killed += verdict in ("killed", "slow")
+            slow += verdict == "slow"
             left = (time.monotonic() - began) / done * (len(mutants) - done)
             print(
                 f"{verdict:9} {mutant.id} ({mutant.file}: {mutant.why}); {done} of {len(mutants)},"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +38,11 @@ class Mutant:
             line.strip() for line in (root / self.file).read_text(encoding="utf-8").splitlines()
         ]
         own = self._lines()
-        found = [
-            index
-            for index in range(len(lines))
-            if lines[index : index + len(own)] == own
-            and (self.near is None or lines[index - 1] == self.near.strip())
-        ]
+        found = []
+        for index in range(len(lines)):
+            follows = self.near is None or lines[index - 1] == self.near.strip()
+            if follows and lines[index : index + len(own)] == own:
+                found.append(index)
         if len(found) != 1:
             below = f" below {self.near!r}" if self.near else ""
             raise ValueError(f"{self.id}: {self.file} has {len(found)} lines {self.line!r}{below}")
@@ -63,12 +63,11 @@ class Mutant:
 
 def read_mutants(folder: Path = LISTS) -> list[Mutant]:
     """Load all lists of a folder. Raise ValueError if two mutants have the same id."""
-    mutants = [
-        Mutant(**entry)
-        for path in sorted(folder.glob("*.yaml"))
-        for entry in yaml.safe_load(path.read_text(encoding="utf-8"))
-    ]
-    twice = {mutant.id for mutant in mutants if sum(other.id == mutant.id for other in mutants) > 1}
+    mutants = []
+    for path in sorted(folder.glob("*.yaml")):
+        mutants += [Mutant(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    uses = Counter(mutant.id for mutant in mutants)
+    twice = {name for name, count in uses.items() if count > 1}
     if twice:
         raise ValueError(f"two mutants have the id {', '.join(sorted(twice))}")
     return mutants
@@ -96,9 +95,8 @@ def probed(source: str, lines: dict[str, int], log: Path) -> tuple[str, set[str]
         while text[node.lineno - 1].lstrip().startswith("elif"):
             node = next(up for up in _above(node, parent) if isinstance(up, ast.stmt))
         around = [up for up in _above(node, parent) if isinstance(up, ast.FunctionDef)]
-        if not around or any(
-            "jit" in ast.unparse(decorator) for up in around for decorator in up.decorator_list
-        ):
+        decorators = [decorator for up in around for decorator in up.decorator_list]
+        if not around or any("jit" in ast.unparse(decorator) for decorator in decorators):
             without.add(name)
             continue
         if isinstance(node, ast.FunctionDef):

@@ -30,11 +30,9 @@ def refused(capsys: pytest.CaptureFixture[str], wording: Wording) -> Refused:
         except SystemExit as stop:
             code = stop.code
         out, err = capsys.readouterr()
-        assert (
-            (code, out) == (2, "")
-            and err.startswith(f"{program}: error: ")
-            and err.count("\n") == 1
-        ), err
+        assert (code, out) == (2, ""), err
+        assert err.startswith(f"{program}: error: "), err
+        assert err.count("\n") == 1, err
         wording(err, **names)
 
     return check

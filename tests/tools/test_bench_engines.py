@@ -59,10 +59,8 @@ def test_variants_differ_in_the_engine_alone_and_what_cannot_run_reports_why(
         replace(run, engine=runs[BASELINE].engine) == runs[BASELINE] for run in runs.values()
     )
     assert len({run.engine for run in runs.values()}) == len(VARIANTS) == 7
-    assert (
-        runs["stage3-offload"].engine.offload_parameters
-        and runs[BASELINE].parallel.use_distributed_optimizer
-    )
+    assert runs["stage3-offload"].engine.offload_parameters
+    assert runs[BASELINE].parallel.use_distributed_optimizer
     assert runs[BASELINE].train.global_batch_size == 4
     memory = planned(JOB, cuda=False)
     # The parameters take most of the memory.
@@ -77,9 +75,8 @@ def test_variants_differ_in_the_engine_alone_and_what_cannot_run_reports_why(
         "tools.bench.engines.variants.find_spec",
         lambda name: None if name == "deepspeed" else find_spec(name),
     )
-    assert (
-        lacks(replace(JOB, variant="stage1")) == "DeepSpeed is not installed" and lacks(JOB) is None
-    )
+    assert lacks(replace(JOB, variant="stage1")) == "DeepSpeed is not installed"
+    assert lacks(JOB) is None
 
 
 def test_rounds_take_turns_and_continue_without_what_fails(
@@ -97,10 +94,8 @@ def test_rounds_take_turns_and_continue_without_what_fails(
     run = bench.Bench(JOB, ("megatron", "stage1", "stage3"), 2, cuda=False)
     run.run()
     assert started == ["megatron", "stage1", "stage3", "megatron", "stage3"]
-    assert (
-        run.figures()["stage1"] == "out of memory"
-        and "stage1 cannot run: out of memory" in capsys.readouterr().err
-    )
+    assert run.figures()["stage1"] == "out of memory"
+    assert "stage1 cannot run: out of memory" in capsys.readouterr().err
     fails.add("megatron")
     assert bench.main(["--variants", "stage1"]) == 1
     assert (
@@ -290,11 +285,9 @@ def test_mfu_is_that_of_the_plan_and_none_without_a_data_sheet(
 ) -> None:
     rounds = [measured(2.0, 2.0, 2.0)]
     found = of(JOB, rounds, cuda=False)
-    assert (
-        found.mfu is None
-        and found.flops_per_token == plan_of(JOB, cuda=False).train_flops
-        and not found.partial
-    )
+    assert found.mfu is None
+    assert found.flops_per_token == plan_of(JOB, cuda=False).train_flops
+    assert not found.partial
     monkeypatch.setattr(platform, "device_name", lambda: "NVIDIA H100 80GB HBM3")
     share = of(JOB, rounds, cuda=False).mfu
     # The same product in a different order.
@@ -324,11 +317,9 @@ def test_a_table_has_every_variant() -> None:
         base, steps=(2.0,), peaks=(2**29,), flops_per_token=1e9, peak_flops=5.12e12, partial=True
     )
     lines = table({"megatron": base, "stage0": "fp32 alone", "stage3": late}).splitlines()
-    assert (
-        len({len(line) for line in lines}) == 1
-        and "host, MiB" in lines[0]
-        and "cannot run" in lines[0]
-    )
+    assert len({len(line) for line in lines}) == 1
+    assert "host, MiB" in lines[0]
+    assert "cannot run" in lines[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[2][:8] == ["megatron", "1.000", "1.00", "", "4,096", "", "1,024", "1.00"]
     assert (cells[3][0], cells[3][-1]) == ("stage0", "fp32 alone")

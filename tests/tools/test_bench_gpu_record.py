@@ -108,16 +108,13 @@ def test_a_record_cut_anywhere_gives_a_report(
     for cut in [begin, *(draw.randrange(begin, len(content)) for _ in range(10)), len(content)]:
         (tmp_path / FILE).write_bytes(content[:cut])
         record = Record.read(tmp_path)
-        assert len(record.outcomes) == content[:cut].count(b"\n") - 1 and record.damaged == (
-            content[cut - 1 : cut] != b"\n"
-        )
+        assert len(record.outcomes) == content[:cut].count(b"\n") - 1
+        assert record.damaged == (content[cut - 1 : cut] != b"\n")
         page = report(record, Results(record.outcomes.values(), GPU))
-        assert page.startswith("# GPU benchmarks") and ("cannot be read" in page) == bool(
-            record.damaged
-        )
-    assert (
-        suite.main(["--report", str(tmp_path)]) == 0 and (tmp_path / suite.PAGE).read_text() == page
-    )
+        assert page.startswith("# GPU benchmarks")
+        assert ("cannot be read" in page) == bool(record.damaged)
+    assert suite.main(["--report", str(tmp_path)]) == 0
+    assert (tmp_path / suite.PAGE).read_text() == page
     capsys.readouterr()
 
 
@@ -141,7 +138,8 @@ def test_the_whole_suite_killed_at_ten_moments_ends_with_every_outcome(tmp_path:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     record = Record.read(tmp_path)
-    assert record.left_out == [] and all(
+    assert record.left_out == []
+    assert all(
         outcome.gap is None for outcome in record.outcomes.values() if outcome.task.kind != "engine"
     )
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
@@ -157,9 +155,8 @@ def test_resuming_performs_what_is_missing_then_what_failed_and_a_chain_of_runs_
     tmp_path: Path,
 ) -> None:
     planned, _ = tasks(("correctness", "trainer"), ("aft_read",), None)
-    checks, runs = (
-        [task for task in planned if task.kind == kind] for kind in ("correctness", "train")
-    )
+    checks = [task for task in planned if task.kind == "correctness"]
+    runs = [task for task in planned if task.kind == "train"]
     record = Record(tmp_path)
     record.begin(SESSION)
     record.add(checked(1.0, checks[0]))
@@ -187,10 +184,8 @@ def test_a_new_run_keeps_an_older_record_and_a_wrong_folder_or_device_is_named(
     monkeypatch.setattr(suite, "_work", lambda *given: None)
     assert suite.main([*FEW, "--resume", str(tmp_path)]) == 2
     assert f"is of {GPU}, this machine has CPU" in capsys.readouterr().err
-    assert (
-        suite.main([*FEW, "--resume", str(tmp_path / "none")]) == 2
-        and "has no outcomes.jsonl" in capsys.readouterr().err
-    )
+    assert suite.main([*FEW, "--resume", str(tmp_path / "none")]) == 2
+    assert "has no outcomes.jsonl" in capsys.readouterr().err
     assert suite.main([*FEW, "--out", str(tmp_path)]) == 0
     assert "is now outcomes.jsonl.1" in capsys.readouterr().err
     assert Record.read(tmp_path).sessions[0]["dry"] and (tmp_path / f"{FILE}.1").exists()
@@ -265,17 +260,15 @@ def checked(error: float, of: Task | None = None) -> Outcome:
     found = [
         {"case": "normal", "result": "d q", "error": error, "bound": 1e-5, "good": error <= 1e-5}
     ]
-    return Outcome(
-        of
-        or task(
+    if of is None:
+        of = task(
             "correctness",
             op="fem_attention",
             case="normal",
             implementation="cudnn",
             dtype="float32",
-        ),
-        found,
-    )
+        )
+    return Outcome(of, found)
 
 
 def test_targets_compare_the_same_engine_and_the_table_is_what_the_operation_reads(
@@ -341,22 +334,16 @@ def test_the_report_names_what_was_found_and_what_is_missing(
         "| WRONG | difference 2.0e-02, bound 1e-04 |",
     ):
         assert text in page
-    (packed,) = (
-        [cell.strip() for cell in line.split("|")]
-        for line in page.splitlines()
-        if "| 1.3B, documents FEM-SM" in line
-    )
+    (line,) = (line for line in page.splitlines() if "| 1.3B, documents FEM-SM" in line)
+    packed = [cell.strip() for cell in line.split("|")]
     # The table has no value for the Transformer; 0.75 is 0.09 over 0.12.
     assert packed[2] == "2 x 4096" and packed[5:7] == ["", "0.75"]
-    assert (
-        "1.10" in printed
-        and "OUT OF BOUNDS: trainer: resumed" in printed
-        and "FAILED" not in printed
-    )
+    assert "1.10" in printed
+    assert "OUT OF BOUNDS: trainer: resumed" in printed
+    assert "FAILED" not in printed
     content = json.loads((tmp_path / "all.json").read_text())
-    assert content["targets"][0]["value"] == pytest.approx(1.1) and len(content["outcomes"]) == len(
-        record.outcomes
-    )
+    assert content["targets"][0]["value"] == pytest.approx(1.1)
+    assert len(content["outcomes"]) == len(record.outcomes)
     assert {path.name for path in tmp_path.iterdir()} == {
         "all.json",
         FILE,
@@ -376,11 +363,9 @@ def test_a_result_out_of_bounds_is_found_and_a_case_that_ends_in_an_error_has_fa
         record.begin(SESSION)
         record.add(checked(error))
         results = Results(Record.read(record.folder).outcomes.values(), GPU)  # JSON has no infinity
-        assert (
-            len(results.wrong) == 1
-            and "1 OUT OF BOUNDS" in report(record, results)
-            and "not met" in short(Results(measured(), GPU))
-        )
+        assert len(results.wrong) == 1
+        assert "1 OUT OF BOUNDS" in report(record, results)
+        assert "not met" in short(Results(measured(), GPU))
     # These gaps are no failures: the implementation cannot run the case.
     good = ["ValueError: x: implementation 'triton' cannot run: float64; use auto", OUT_OF_MEMORY]
     bad = ["RuntimeError: misaligned address", "ValueError: a shape", "no answer within 120 s"]

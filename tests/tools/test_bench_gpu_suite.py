@@ -81,11 +81,9 @@ def test_each_phase_has_its_share_and_what_an_absent_one_leaves_goes_to_the_othe
     full = phases(tasks(PARTS, (), None)[0], 480)
     assert [phase.together for phase in full] == [True] + [False] * len(plan.SHARES)
     ends = [phase.until for phase in full]
-    assert (
-        ends == sorted(ends)
-        and ends[0] == pytest.approx(0.4 * 480)
-        and ends[-1] == pytest.approx(480)
-    )
+    assert ends == sorted(ends)
+    assert ends[0] == pytest.approx(0.4 * 480)
+    assert ends[-1] == pytest.approx(480)
     (alone,) = phases(tasks(("correctness",), (), None)[0], 480)
     assert alone.until == 480
     mixed = phases(tasks(("ops", "trace"), ("aft_read",), None)[0], 100)
@@ -111,9 +109,8 @@ def test_parts_and_operations_can_be_chosen_and_what_a_machine_cannot_run_is_nam
             (op, "float32"),
         }
     planned, cannot = tasks(PARTS, (), torch.device("cpu"))
-    assert cannot["attention: SDPA cudnn"] == "no GPU" and not any(
-        "SDPA" in task.name for task in planned
-    )
+    assert cannot["attention: SDPA cudnn"] == "no GPU"
+    assert not any("SDPA" in task.name for task in planned)
     assert cannot["engine stage0"].startswith(
         "engine.zero_stage = 0 supports only train.precision=fp32"
     )
@@ -214,11 +211,8 @@ def test_what_a_machine_refuses_is_a_gap_and_a_large_model_is_tried_smaller(
 
     monkeypatch.setattr(worker, "train_step", full)
     model = {"scale": "1.3B", "variant": "Transformer", "batch": 4, "recompute": False}
-    assert answer_of("model", **model) == ({"gap": OUT_OF_MEMORY}, True) and tries == [
-        (4, False),
-        (2, False),
-        (2, True),
-    ]
+    assert answer_of("model", **model) == ({"gap": OUT_OF_MEMORY}, True)
+    assert tries == [(4, False), (2, False), (2, True)]
 
 
 def test_a_process_that_has_lost_the_gpu_computes_nothing_on_the_cpu() -> None:
@@ -258,16 +252,11 @@ def test_processes_answer_and_outlive_a_mistake_a_hang_and_a_lost_gpu(tmp_path: 
         outcomes, left_out = performed(
             [small, task("op", workload="none"), replace(small, name="last")], [own], Clock(5)
         )
-        assert left_out == [] and [outcome.task.kind for outcome in outcomes] == [
-            "roofs",
-            "op",
-            "roofs",
-        ]
-        assert (
-            str(outcomes[1].gap).startswith("KeyError")
-            and outcomes[0].result["matmul_flops"] > 0
-            and outcomes[2].gap is None
-        )
+        assert left_out == []
+        assert [outcome.task.kind for outcome in outcomes] == ["roofs", "op", "roofs"]
+        assert str(outcomes[1].gap).startswith("KeyError")
+        assert outcomes[0].result["matmul_flops"] > 0
+        assert outcomes[2].gap is None
         first = own.process
         # A hanging task is ended, and the next one gets a new process.
         assert own.ask(task("roofs", matmul=4096, copy=16), 0.05) == {"gap": "no answer within 0 s"}
@@ -285,10 +274,8 @@ def test_processes_answer_and_outlive_a_mistake_a_hang_and_a_lost_gpu(tmp_path: 
             text=True,
             start_new_session=True,
         )
-        assert (
-            own.ask(small, PATIENCE) == {"gap": "illegal address", "lost": True}
-            and own.process is None
-        )
+        assert own.ask(small, PATIENCE) == {"gap": "illegal address", "lost": True}
+        assert own.process is None
     finally:
         own.close()
 
@@ -347,11 +334,10 @@ def test_a_gpu_that_is_gone_ends_the_work_and_kernels_that_break_it_do_not(
     """Measured outcomes are kept. Each case of a kernel may break its worker; the next worker finds
     the GPU again.
     """
-    lost = (
-        {"gap": "no device", "lost": True, "gone": True}
-        if gone
-        else {"gap": "illegal address", "lost": True}
-    )
+    if gone:
+        lost = {"gap": "no device", "lost": True, "gone": True}
+    else:
+        lost = {"gap": "illegal address", "lost": True}
     clock = answering(
         monkeypatch, lambda worker, task: {"result": 0} if task.name == "0" else lost, 0.1
     )
@@ -385,9 +371,8 @@ def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(
     finally:
         own.close()
     assert left_out == [] and other.process is None  # the tasks of the tool run only in its worker
-    assert [outcome.wrong for outcome in outcomes] == [
-        n % 2 == 1 for n in range(len(planned))
-    ] and len(planned) >= 2
+    assert [outcome.wrong for outcome in outcomes] == [n % 2 == 1 for n in range(len(planned))]
+    assert len(planned) >= 2
     assert outcomes[1].result["reported"] == ["Invalid __global__ read of size 4"]
 
 
@@ -407,7 +392,8 @@ def test_the_checks_need_torch_alone(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     record = Record.read(tmp_path)
-    assert "fem_attention, auto, 4096" in record.left_out and set(record.cannot.values()) >= {
+    assert "fem_attention, auto, 4096" in record.left_out
+    assert set(record.cannot.values()) >= {
         "PyYAML is not installed",
         "no GPU",
     }

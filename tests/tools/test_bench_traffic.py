@@ -51,7 +51,8 @@ def layer(name: str, model: ModelConfig = LARGE, tokens: int = TOKENS) -> Trace:
 
 def counted(trace: Trace, *, backward: bool) -> dict[str, float]:
     """Return passes over [TOKENS, WIDTH] in bfloat16, by kernel."""
-    names, once = {each.name for each in trace.passes(backward)}, 2 * TOKENS * WIDTH
+    names = {each.name for each in trace.passes(backward)}
+    once = 2 * TOKENS * WIDTH
     return {name: trace.traffic(backward=backward, of=name) / once for name in names}
 
 
@@ -121,7 +122,9 @@ def test_matrix_products_are_those_of_the_plan(name: str) -> None:
 
     FEM's phi is computed inside a kernel; its gradients are GEMMs.
     """
-    trace, tokens, block = layer(name), float(TOKENS), replace(LARGE, mixer=name).blocks()[0]
+    trace = layer(name)
+    tokens = float(TOKENS)
+    block = replace(LARGE, mixer=name).blocks()[0]
     inside = block.mixer.map_flops.get("tdc.out_proj.weight", 0.0) * tokens
     planned = sum(block.flops(TOKENS).values()) * tokens - inside
     flops = {(kind, backward): 0.0 for kind in (PRODUCT, ATTENTION) for backward in (False, True)}
@@ -129,10 +132,8 @@ def test_matrix_products_are_those_of_the_plan(name: str) -> None:
         if launch.flops:
             flops[launch.kind, launch.backward] += launch.flops
     assert flops[PRODUCT, False] + flops[ATTENTION, False] == pytest.approx(planned, rel=1e-12)
-    assert (
-        flops[PRODUCT, True] == 2 * (flops[PRODUCT, False] + inside)
-        and flops[ATTENTION, True] == 2.5 * flops[ATTENTION, False]
-    )
+    assert flops[PRODUCT, True] == 2 * (flops[PRODUCT, False] + inside)
+    assert flops[ATTENTION, True] == 2.5 * flops[ATTENTION, False]
 
 
 @pytest.mark.parametrize("name", PAPER_MIXERS)
@@ -191,10 +192,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command.main(["--model", "fem_sm_demo", "--against", "transformer_demo", *sizes]) == 0
     found, output = json.loads(out.read_text()), capsys.readouterr().out
     assert [each["name"] for each in found["models"]] == ["fem_sm_demo", "transformer_demo"]
-    assert (
-        set(found["ratio"]) == {roof.name for roof in ROOFS}
-        and "fem_attention: stream_kernel" in output
-    )
+    assert set(found["ratio"]) == {roof.name for roof in ROOFS}
+    assert "fem_attention: stream_kernel" in output
     total = sum(found["models"][0]["forward"][kind] for kind in (POINTWISE, PRODUCT, ATTENTION))
     assert total == pytest.approx(
         sum(each["bytes"] for each in found["models"][0]["kernels"] if each["pass"] == "forward")

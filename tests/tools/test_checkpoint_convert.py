@@ -40,7 +40,8 @@ QUIET = (
     f"train.eval_interval=0 log.diagnostics_interval=0 train.steps={UNTIL}"
     f" checkpoint.interval={FROM}".split()
 )
-PLAIN, SPLIT = "parallel.use_distributed_optimizer=false", "parallel.use_distributed_optimizer=true"
+PLAIN = "parallel.use_distributed_optimizer=false"
+SPLIT = "parallel.use_distributed_optimizer=true"
 DEEPSPEED = ["engine.name=deepspeed", "engine.zero_stage=1"]
 Run = tuple[str, Path, dict[int, Any]]
 
@@ -162,9 +163,10 @@ def test_deepspeed_continues_where_megatron_was_and_back(
     of Megatron's.
     """
     _, run_dir, wanted = plain
-    zero, rewritten, split, back = (
-        tmp_path / name for name in ("zero", "rewritten", "split", "back")
-    )
+    zero = tmp_path / "zero"
+    rewritten = tmp_path / "rewritten"
+    split = tmp_path / "split"
+    back = tmp_path / "back"
     assert convert(f"{step_of(run_dir)} --engine deepspeed --out {zero}") == 0
     overrides = [*base, "train.precision=fp32", *DEEPSPEED]
     jobs = [
@@ -178,7 +180,8 @@ def test_deepspeed_continues_where_megatron_was_and_back(
     assert convert(f"{rewritten} --engine megatron --out {split}") == 0
     assert convert(f"{step_of(run_dir)} --engine megatron --out {tmp_path}/direct") == 0
     ours, theirs = tensors(step_of(split)), tensors(step_of(tmp_path / "direct"))
-    assert ours.keys() == theirs.keys() and all(
+    assert ours.keys() == theirs.keys()
+    assert all(
         torch.equal(ours[name], theirs[name]) for name in ours if not name.startswith("rng.")
     )
     assert convert(f"{rewritten} --engine megatron --plain-optimizer --out {back}") == 0

@@ -38,11 +38,10 @@ def runs(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
     base = [*data, "data.test=[]", *SMALL]
-    jobs = [
-        Job(name, [*base, *extra, f"run_dir={folder / name}"], 3, save_after=step)
-        for name, extra in {**LAYOUTS, "other": ["model.num_layers=4"]}.items()
-        for step in (2, 3)
-    ]
+    jobs = []
+    for name, extra in {**LAYOUTS, "other": ["model.num_layers=4"]}.items():
+        words = [*base, *extra, f"run_dir={folder / name}"]
+        jobs += [Job(name, words, 3, save_after=step) for step in (2, 3)]
     for job in jobs:
         (folder / job.name).mkdir(exist_ok=True)
     answer(2, run_jobs, jobs, str(folder / "cache"), output=folder / "rank")
@@ -61,7 +60,8 @@ def mean(shares: list[float], folders: list[Path]) -> dict[str, torch.Tensor]:
     """Return the definition: a weighted sum divided by the sum of the shares, in float64, rounded
     once.
     """
-    states, means = [weights(folder) for folder in folders], {}
+    states = [weights(folder) for folder in folders]
+    means = {}
     for name, tensor in states[0].items():
         parts = [share * state[name].double() for share, state in zip(shares, states, strict=True)]
         means[name] = (torch.stack(parts).sum(0) / sum(shares)).to(tensor.dtype)
@@ -72,9 +72,11 @@ def mean(shares: list[float], folders: list[Path]) -> dict[str, torch.Tensor]:
 def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engine(
     runs: Path, tmp_path: Path
 ) -> None:
-    tensor, zero = (
-        [runs / name / "checkpoints" / f"step_{step:08d}" for step in (2, 3)] for name in LAYOUTS
-    )
+
+    def checkpoints(name: str) -> list[Path]:
+        return [runs / name / "checkpoints" / f"step_{step:08d}" for step in (2, 3)]
+
+    tensor, zero = map(checkpoints, LAYOUTS)
     assert not torch.equal(*(weights(step)["embedding.word_embeddings.weight"] for step in tensor))
     mixed = [tensor[0], zero[1], zero[0]]
     cases: list[tuple[str, list[float], list[Path]]] = [

@@ -126,10 +126,10 @@ def test_a_runs_history(tmp_path: Path) -> None:
         {"step": 2, "valid_loss": 7.5},
         {"step": 2, "loss": 6.0, "tokens_per_second": 30.0},
     ]
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "lo\n'.join(["", *(json.dumps(line) + "\n" for line in lines)])
-        + '{"step": 3, "lo'
-    )
+    text = ""
+    for line in lines:
+        text += '{"step": 1, "lo\n' + json.dumps(line) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3, "lo')
     found = History.read(tmp_path)
     assert found.losses() == {1: 8.0, 2: 6.0} and found.validations == ((2, 7.5),)
     assert (found.last_step, found.part(after=1).tokens_per_second()) == (2, 30.0)
@@ -161,7 +161,8 @@ def test_the_picture_shows_both_models(tmp_path: Path) -> None:
         exact = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
         # At least as many pixels as a line of 100 pixels.
         assert (np.abs(pixels - exact).max(axis=-1) <= 1).sum() > 500
-    line, noise = 7.0 - 0.01 * np.arange(50), np.random.default_rng(0).normal(size=50)
+    line = 7.0 - 0.01 * np.arange(50)
+    noise = np.random.default_rng(0).normal(size=50)
     assert pages.smooth(line, 3.0) == pytest.approx(line, abs=1e-9)  # least squares in float64
     assert pages.smooth(line + noise, 3.0).std() < (line + noise).std() / 1.5
 
@@ -176,7 +177,8 @@ def test_the_documents_have_the_demos_figures(
     pages.check(ROOT, ())
     with pytest.raises(ConfigError, match=r"README.md does not contain <!-- demo:begin -->"):
         pages.check(tmp_path, ())
-    out, places = tmp_path / "demo", {name: tmp_path / page for name, page in pages.PAGES.items()}
+    out = tmp_path / "demo"
+    places = {name: tmp_path / page for name, page in pages.PAGES.items()}
     (tmp_path / "docs").mkdir()
     (out / "evaluation").mkdir(parents=True)
     for name, page in places.items():
@@ -190,24 +192,18 @@ def test_the_documents_have_the_demos_figures(
     pages.write(tmp_path, out, findings())
     texts = {name: page.read_text() for name, page in places.items()}
     for text in texts.values():
-        assert (
-            text.startswith("above\n")
-            and text.endswith("\nbelow\n")
-            and "stale" not in text
-            and pages.COMMAND in text
-        )
+        assert text.startswith("above\n")
+        assert text.endswith("\nbelow\n")
+        assert "stale" not in text
+        assert pages.COMMAND in text
         assert (
             max(len(line) for line in text.splitlines() if not line.startswith(("|", "!["))) <= 100
         )
-    assert (
-        "| FEM-softmax | 4.900 | " in texts["demo"]
-        and " | 3.44M | 1,030 |" in texts["demo"]
-        and "1.2e-08" in texts["demo"]
-    )
-    assert (
-        "| Model | Recall |\n|---|---|\n| fem | 0.25 |\n\n" in texts["evaluation"]
-        and "other" not in texts["evaluation"]
-    )
+    assert "| FEM-softmax | 4.900 | " in texts["demo"]
+    assert " | 3.44M | 1,030 |" in texts["demo"]
+    assert "1.2e-08" in texts["demo"]
+    assert "| Model | Recall |\n|---|---|\n| fem | 0.25 |\n\n" in texts["evaluation"]
+    assert "other" not in texts["evaluation"]
     assert [(tmp_path / "docs" / name).read_bytes() for name in ("demo.png", "evaluation.png")] == [
         b"curves",
         b"dots",
@@ -318,9 +314,8 @@ def test_the_whole_demo_twice_into_one_folder(tmp_path: Path) -> None:
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr
     found = json.loads((out / "report.json").read_text())
-    assert (
-        report.shortfall(found) is None and 0 < found["run"]["stopped_at"] < found["run"]["steps"]
-    )
+    assert report.shortfall(found) is None
+    assert 0 < found["run"]["stopped_at"] < found["run"]["steps"]
     assert (out / "report.png").stat().st_size > 10_000
     assert all(row[1] in first.stdout for row in report.rows(found))
     assert (out / "checkpoints").resolve() == out / "fem" / "checkpoints"

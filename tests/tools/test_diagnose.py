@@ -48,9 +48,8 @@ def test_one_picture_of_layers_and_quantities(tmp_path: Path) -> None:
         tmp_path / "large.png",
     )
     small, large = (image.imread(tmp_path / name) for name in ("small.png", "large.png"))
-    assert large.shape[0] > 2 * small.shape[0] and large.shape[1] > small.shape[1], (
-        "rows and columns have room"
-    )
+    assert large.shape[0] > 2 * small.shape[0], "rows and columns have room"
+    assert large.shape[1] > small.shape[1], "rows and columns have room"
     assert small[..., :3].min() < 0.2 and small[..., :3].max() == 1.0
 
 

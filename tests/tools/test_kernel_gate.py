@@ -291,15 +291,13 @@ def test_the_page_is_of_todays_kernels() -> None:
 def test_a_part_of_the_page_is_compared_by_module() -> None:
     text = PAGE.read_text(encoding="utf-8")
     part = "## rotary.triton" + text.partition("\n## rotary.triton")[2].partition("\n## ")[0]
-    assert _same(
-        text, f"another head\n\n{part}\n\n## Warnings of ptxas\n", complete=False
-    ) and _same(text, text, complete=True)
+    assert _same(text, f"another head\n\n{part}\n\n## Warnings of ptxas\n", complete=False)
+    assert _same(text, text, complete=True)
     assert not _same(
         text.replace(part, part.replace("registers", "stacks")), f"\n{part}", complete=False
     )
-    assert not _same(text, f"\n{part}\n\n## rotary.triton.unknown\n", complete=False) and not _same(
-        text, f"\n{part}", complete=True
-    )
+    assert not _same(text, f"\n{part}\n\n## rotary.triton.unknown\n", complete=False)
+    assert not _same(text, f"\n{part}", complete=True)
 
 
 @pytest.mark.parametrize("by", [run, pytest.param(by_the_oldest, marks=pytest.mark.slow)])
@@ -307,11 +305,9 @@ def test_fem_attention_compiles(by: Callable[..., subprocess.CompletedProcess[st
     done = by("-c", FEM)
     assert done.returncode == 0, done.stderr[-2000:]
     triton, builds, faults = done.stdout.split(" ", 2)
-    assert (
-        triton == (PINNED if by is by_the_oldest else version("triton"))
-        and int(builds) >= 12
-        and faults.strip() == "[]"
-    )
+    assert triton == (PINNED if by is by_the_oldest else version("triton"))
+    assert int(builds) >= 12
+    assert faults.strip() == "[]"
 
 
 @each_operation
@@ -368,9 +364,8 @@ def test_each_fault_is_caught(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     faults = json.loads(done.stdout)
     assert faults["good"] == []
-    assert any("spills" in fault for fault in faults["spills"]) and any(
-        "local memory" in fault for fault in faults["spills"]
-    )
+    assert any("spills" in fault for fault in faults["spills"])
+    assert any("local memory" in fault for fault in faults["spills"])
     assert any("shared memory, over" in fault for fault in faults["shared memory"])
     assert faults["no wgmma"][0] == "no HGMMA" and "HMMA and wgmma" in faults["no wgmma"][1]
     assert faults["turned"] == ["loads %a in another layout than it stores it"]
@@ -422,19 +417,16 @@ def test_the_shapes_are_those_of_the_models_and_the_demo() -> None:
     attention = [
         build for build in builds if build.module.startswith("kernels.fem_attention.triton")
     ]
-    assert any(build.label.endswith("documents") for build in attention) and any(
-        dict(build.types).get("valid") for build in attention
-    )
+    assert any(build.label.endswith("documents") for build in attention)
+    assert any(dict(build.types).get("valid") for build in attention)
     # Not a multiple of 16 queries.
     assert any("tq" in dict(build.types) and "tq" not in build.aligned for build in attention)
 
 
 def test_few_builds_have_each_form_and_type() -> None:
     def made(label: str, width: int, causal: bool, mask: str | None) -> Build:
-        types, constants = (
-            (("q", "*bf16"), *([("valid", mask)] if mask else [])),
-            (("D", width), ("CAUSAL", causal), *(() if mask else (("valid", None),))),
-        )
+        types = (("q", "*bf16"), *([("valid", mask)] if mask else []))
+        constants = (("D", width), ("CAUSAL", causal), *(() if mask else (("valid", None),)))
         return Build("m", "_kernel", label, types, constants, (), 4, 1)
 
     sizes = (
@@ -506,11 +498,11 @@ def test_an_operation_s_cache_is_packed_for_another_path(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr[-2000:]
     with tarfile.open(tmp_path / "cache.tgz") as archive:
-        groups = [
-            json.load(content)
-            for name in archive.getnames()
-            if "__grp__" in name and (content := archive.extractfile(name))
-        ]
+        groups = []
+        for name in archive.getnames():
+            content = archive.extractfile(name) if "__grp__" in name else None
+            if content:
+                groups.append(json.load(content))
     # Kernels of layers and of cases, in both dtypes.
     assert len(groups) > 12 and f"{len(groups)} kernels for sm_90" in done.stdout
     assert all(

@@ -101,16 +101,11 @@ def test_the_layouts_of_others_are_ranked_as_the_page_states(name: str) -> None:
 
 def test_the_traffic_is_the_page_s() -> None:
     """Pointwise KiB and launches of both passes."""
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in PAGE.read_text(encoding="utf-8").splitlines()
-        if "|" in line
-    ]
-    page = {
-        row[0]: (int(row[1]) + int(row[4]), int(row[3]) + int(row[6]))
-        for row in rows
-        if len(row) == 11 and row[1].isdigit()
-    }
+    page = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        row = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(row) == 11 and row[1].isdigit():
+            page[row[0]] = (int(row[1]) + int(row[4]), int(row[3]) + int(row[6]))
     known = machines()["traffic"]
     assert known == {name: page[name] for name in known} and set(page) - set(known) == {"GLA"}
 
@@ -162,14 +157,14 @@ def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_key
     assert exchanged["context parallel"] == pytest.approx(sent / 360e9 + 8 * layers * 4 * NEAR)
     # A quarter of the tokens, four times as many micro-batches.
     assert exchanged["products"] == pytest.approx(spent(32)["products"])
-    ring, fast = (
-        (*sizes, "parallel.context_parallel_kind=ring"),
-        replace(MACHINE, nvlink=1e12),
-    )
+    ring = (*sizes, "parallel.context_parallel_kind=ring")
+    fast = replace(MACHINE, nvlink=1e12)
     # Keys and values three times in either direction, overlapped with attention; the fp32 gradients
     # of both four times, which no computation overlaps.
-    keys, gradients = 8 * layers * 1024 * 2 * 2048 * 3 * 2 * 2, 8 * layers * 1024 * 2 * 2048 * 4 * 4
-    calls, round_ = 8 * layers * (4 + 4) * NEAR, spent(32, *ring)
+    keys = 8 * layers * 1024 * 2 * 2048 * 3 * 2 * 2
+    gradients = 8 * layers * 1024 * 2 * 2048 * 4 * 4
+    calls = 8 * layers * (4 + 4) * NEAR
+    round_ = spent(32, *ring)
     assert spent(32, *ring, machine=fast)["context parallel"] == pytest.approx(
         gradients / 1e12 + calls
     )
@@ -179,9 +174,9 @@ def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_key
     # Sixteen ranks occupy two nodes: eight of the fifteen other ranks are in the other node.
     wide = config_of(32, (2048, 8, 16, 8192, 32000), 1, 64, ("parallel.context_parallel_size=16",))
     calls = 32 * layers * 4 * FAR
-    assert spent(32, "parallel.context_parallel_size=16")["context parallel"] == pytest.approx(
-        exchanged_bytes(make_plan(wide, 32)) / 42.5e9 * 8 / 15 + calls
-    )
+    sent = exchanged_bytes(make_plan(wide, 32))
+    exchanged = spent(32, "parallel.context_parallel_size=16")
+    assert exchanged["context parallel"] == pytest.approx(sent / 42.5e9 * 8 / 15 + calls)
 
 
 def test_zero_s_stages_send_what_they_split() -> None:
@@ -228,7 +223,9 @@ DEEPSPEED = ("model.mixer=fem_gla", "engine.name=deepspeed")
 )
 def test_the_layouts_are_those_that_the_trainer_takes(more: tuple[str, ...]) -> None:
     """All combinations of all axes, one by one: the trainer's own checks decide, not a list."""
-    config, gpus, found = load_run(RUN, [*SMALL, *more]), 8, set()
+    config = load_run(RUN, [*SMALL, *more])
+    gpus = 8
+    found = set()
     for values in product(*(axis.values(config, gpus) for axis in AXES)):
         made = config
         for axis, value in zip(AXES, values, strict=True):
@@ -251,15 +248,11 @@ def test_the_layouts_are_those_that_the_trainer_takes(more: tuple[str, ...]) -> 
         found.add(values)
     ours = {tuple(axis.of(made) for axis in AXES) for made in layouts(config, gpus)}
     assert ours == found
-    seen = {
-        axis.key.partition(".")[2]: {values[number] for values in ours}
-        for number, axis in enumerate(AXES)
-    }
-    assert seen["context_parallel_size"] == {1, 2, 4, 8} and seen["recompute"] == {
-        "none",
-        "selective",
-        "full",
-    }
+    seen = {}
+    for axis, values_of_axis in zip(AXES, zip(*ours, strict=True), strict=True):
+        seen[axis.key.partition(".")[2]] = set(values_of_axis)
+    assert seen["context_parallel_size"] == {1, 2, 4, 8}
+    assert seen["recompute"] == {"none", "selective", "full"}
     assert (seen["zero_stage"], seen["pipeline_model_parallel_size"]) == (
         ({1, 2, 3}, {1}) if more else ({1}, {1, 2, 4})
     )
@@ -296,13 +289,10 @@ def test_the_part_and_the_overrides_printed_with_it_are_the_layout(
     taken = load_run(RUN, [*small[:-1], f"parallel={part}", *extra])
     validate(taken, 16)
     best = output.splitlines()[2]
-    assert (
-        f"CP{taken.parallel.context_parallel_size} ring" in best
-        and f"stage {taken.engine.zero_stage}" in best
-    )
-    assert f"micro-batch {taken.train.micro_batch_size}" in best and ("recompute" in best) == (
-        taken.train.recompute != "none"
-    )
+    assert f"CP{taken.parallel.context_parallel_size} ring" in best
+    assert f"stage {taken.engine.zero_stage}" in best
+    assert f"micro-batch {taken.train.micro_batch_size}" in best
+    assert ("recompute" in best) == (taken.train.recompute != "none")
 
 
 def test_what_nothing_is_known_of_is_refused_and_what_is_assumed_is_reported(

@@ -110,12 +110,11 @@ def test_recall_asks_for_what_followed_the_key_before(noise: float) -> None:
 def test_fuzzy_recall_ends_with_a_pair_that_stood_before() -> None:
     inputs, targets = mad.fuzzy_recall(200, 64, generator(), training=False)
     lengths = set()
-    for tokens, requested in zip(
-        torch.cat((inputs, targets[:, -1:]), 1).tolist(), targets.tolist(), strict=True
-    ):
-        answer = next(
-            n for n in itertools.count() if n == len(requested) or requested[-n - 1] == IGNORED
-        )
+    rows = torch.cat((inputs, targets[:, -1:]), 1).tolist()
+    for tokens, requested in zip(rows, targets.tolist(), strict=True):
+        answer = 0  # the number of requested tokens at the end
+        while answer < len(requested) and requested[-answer - 1] != IGNORED:
+            answer += 1
         pair = tokens[-(mad.MOTIF + answer) :]
         assert requested[-answer:] == pair[mad.MOTIF :] and len({*pair}) == len(pair)
         assert max(pair[: mad.MOTIF]) < 7 <= min(pair[mad.MOTIF :]) and max(pair) < 15
@@ -124,13 +123,12 @@ def test_fuzzy_recall_ends_with_a_pair_that_stood_before() -> None:
         lengths.add(answer)
     assert lengths == {1, 2, 3}
     keys, _ = mad.fuzzy_recall(200, 64, generator(), training=True)
-    runs = {
-        len(list(run))
-        for row in keys.tolist()
-        for small, run in itertools.groupby(row, lambda token: token < 7)
-        if small
-    }
-    assert min(runs) == 1  # training has shorter keys, too
+    key_lengths = set()
+    for row in keys.tolist():
+        for is_key, run in itertools.groupby(row, lambda token: token < 7):
+            if is_key:
+                key_lengths.add(len(list(run)))
+    assert min(key_lengths) == 1  # training has shorter keys, too
 
 
 def test_memorization_selective_copying_and_compression() -> None:
@@ -138,31 +136,22 @@ def test_memorization_selective_copying_and_compression() -> None:
     learned = dict(
         zip(keys[:, ::2].flatten().tolist(), values[:, 1::2].flatten().tolist(), strict=True)
     )
-    assert (
-        len({*learned.values()}) == len(learned) > 120
-        and (keys[:, 1::2] == 255).all()
-        and (values[:, ::2] == IGNORED).all()
-    )
+    assert len({*learned.values()}) == len(learned) > 120
+    assert (keys[:, 1::2] == 255).all()
+    assert (values[:, ::2] == IGNORED).all()
     again = zip(others[:, ::2].flatten().tolist(), same[:, 1::2].flatten().tolist(), strict=True)
     assert all(learned.get(key, value) == value for key, value in again)
 
     tokens, requested = mad.selective_copying(50, 64, generator())
     for row, answer in zip(tokens.tolist(), requested.tolist(), strict=True):
-        assert [token for token in row[:59] if token != 14] == answer[-4:] and row[59:] == [
-            15,
-            14,
-            14,
-            14,
-            14,
-        ]
+        assert [token for token in row[:59] if token != 14] == answer[-4:]
+        assert row[59:] == [15, 14, 14, 14, 14]
         assert answer[:-4] == [IGNORED] * 60
 
     tokens, requested = mad.compression(50, 32, generator())
-    assert (
-        torch.equal(tokens, requested)
-        and (tokens[:, -1] == 15).all()
-        and set(tokens[:, :-1].flatten().tolist()) == set(range(15))
-    )
+    assert torch.equal(tokens, requested)
+    assert (tokens[:, -1] == 15).all()
+    assert set(tokens[:, :-1].flatten().tolist()) == set(range(15))
 
 
 def test_longest_increasing_subsequence() -> None:
@@ -195,16 +184,13 @@ def test_waves_have_the_kernel_as_their_covariance(kernel: str, value: Any) -> N
         assert abs(float((frequencies @ between).cos().mean()) - value(between)) < 0.01
     points, sample = gp.examples(kernel, 500, generator(1), generator(2))
     again, other = gp.examples(kernel, 500, generator(3), generator(2))
-    assert (
-        points.shape == (500, gp.INPUTS)
-        and sample.shape == (500, 1)
-        and not torch.equal(points, again)
-    )
+    assert points.shape == (500, gp.INPUTS)
+    assert sample.shape == (500, 1)
+    assert not torch.equal(points, again)
     assert abs(float(points.std()) - 1) < 0.02
     # The same function at the same points.
-    assert torch.equal(
-        sample, gp.examples(kernel, 500, generator(1), generator(2))[1]
-    ) and not torch.equal(sample, other)
+    assert torch.equal(sample, gp.examples(kernel, 500, generator(1), generator(2))[1])
+    assert not torch.equal(sample, other)
 
 
 def test_argmax_raises_one_value_a_channel() -> None:
@@ -218,26 +204,23 @@ def test_sudokus_have_one_solution_and_the_givens_that_they_should() -> None:
     pairs = [boards.made(seed) for seed in range(12)]
     for board, solved in pairs:
         assert boards.solutions(board, 2) == [solved]
-        units = [{solved[9 * row + column] for column in range(9)} for row in range(9)] + [
-            set(solved[column::9]) for column in range(9)
-        ]
-        units += [
-            {solved[9 * (row + i) + column + j] for i in range(3) for j in range(3)}
-            for row in (0, 3, 6)
-            for column in (0, 3, 6)
-        ]
-        assert all(unit == set(range(1, 10)) for unit in units)
+        rows = [solved[9 * row : 9 * row + 9] for row in range(9)]
+        columns = [solved[column::9] for column in range(9)]
+        squares = []
+        for row in (0, 3, 6):
+            for column in (0, 3, 6):
+                square: list[int] = []
+                for each in rows[row : row + 3]:
+                    square += each[column : column + 3]
+                squares.append(square)
+        assert all(set(unit) == set(range(1, 10)) for unit in (*rows, *columns, *squares))
     counts = [sum(digit > 0 for digit in board) for board, _ in pairs]
     assert min(counts) >= 17 and max(counts) <= 34 and min(counts) < 22 <= max(counts)
     # A board without one of its necessary givens has more solutions; a contradiction has none.
     first = [int(cell) for cell in boards.SEVENTEEN[0]]
     given = next(cell for cell in range(81) if first[cell])
-    assert (
-        len(
-            boards.solutions([0 if cell == given else digit for cell, digit in enumerate(first)], 2)
-        )
-        == 2
-    )
+    without = [0 if cell == given else digit for cell, digit in enumerate(first)]
+    assert len(boards.solutions(without, 2)) == 2
     assert boards.solutions([5, 5] + [0] * 79, 1) == []
 
 
@@ -272,9 +255,8 @@ def test_forecasts_never_see_what_they_predict() -> None:
         (test, 3808, 4800),
     ):
         first, last = full[begin : begin + 128], full[end - 96 : end]
-        assert torch.equal(torch.cat((inputs[:7], targets[:7]), 1), first.T) and torch.equal(
-            targets[-7:], last.T
-        )
+        assert torch.equal(torch.cat((inputs[:7], targets[:7]), 1), first.T)
+        assert torch.equal(targets[-7:], last.T)
     assert torch.allclose(training[0].std(), torch.tensor(1.0), atol=0.1)
 
 
@@ -307,11 +289,8 @@ def test_the_parts_of_a_set_are_the_benchmark_s() -> None:
         name: (this.training, this.validation, this.points) for name, this in forecast.SETS.items()
     }
     assert parts["ETTm2"] == (34_560, 46_080, 57_600)
-    assert parts["weather"] == (36_887, 42_157, 52_696) and parts["solar_AL"] == (
-        36_792,
-        42_048,
-        52_560,
-    )
+    assert parts["weather"] == (36_887, 42_157, 52_696)
+    assert parts["solar_AL"] == (36_792, 42_048, 52_560)
 
 
 def test_language_data_are_of_three_parts() -> None:
@@ -341,11 +320,9 @@ def test_every_experiment_trains_and_continues(
     file = tmp_path / "results.jsonl"
     results = trained(outcome, file)
     assert len(results) == len(size.cases) * len(size.rows)
-    assert all(
-        math.isfinite(record[key])
-        for record in results.values()
-        for key in ("loss", "validation", experiment.metric)
-    )
+    for record in results.values():
+        for key in ("loss", "validation", experiment.metric):
+            assert math.isfinite(record[key])
     # A kill in the middle of the last line loses only that trial.
     full = file.read_text()
     file.write_text(full[:-20])
@@ -401,10 +378,8 @@ def test_an_array_shares_the_rows(tmp_path: Path) -> None:
 def test_a_row_that_can_learn_does() -> None:
     """FEM's read finds the largest value, a mean does not, from the same start and data."""
     size = tiny("argmax", steps=150, batch=32, train=2000, test=256, width=16, heads=2).size
-    mean, free = (
-        running.train_one("argmax", size, Trial("T = 4", row, 3e-2, 0, ""))
-        for row in ("softmax mean", "softmax F")
-    )
+    mean = running.train_one("argmax", size, Trial("T = 4", "softmax mean", 3e-2, 0, ""))
+    free = running.train_one("argmax", size, Trial("T = 4", "softmax F", 3e-2, 0, ""))
     assert free["index"] > mean["index"] + 0.1 and free["parameters"] == mean["parameters"]
 
 
@@ -487,10 +462,8 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["report", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "docs")]
     assert main(words) == 0
     page = (tmp_path / "docs" / "papers.md").read_text()
-    assert (
-        "| FEM-SM | 1k | 51.0 ± 2.5 (53.1) |" in page
-        and "- FEM-SM better than softmax: agrees for compression, " in page
-    )
+    assert "| FEM-SM | 1k | 51.0 ± 2.5 (53.1) |" in page
+    assert "- FEM-SM better than softmax: agrees for compression, " in page
     assert (tmp_path / "docs" / "papers" / "mad-quick.png").stat().st_size > 10_000
     # The page's copy of the results is sufficient, and results that no longer count are removed.
     folder.joinpath("results.jsonl").unlink()

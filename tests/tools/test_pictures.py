@@ -31,7 +31,8 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
     """One folder per class, wide, high and grey files; the colour at the centre of an image
     identifies its class.
     """
-    experiment, datasets = catalogue.experiment_of("imagenet-100"), in_folder(tmp_path, monkeypatch)
+    experiment = catalogue.experiment_of("imagenet-100")
+    datasets = in_folder(tmp_path, monkeypatch)
     monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 3, 16))
     size = replace(
         experiment.sizes["full"], width=16, heads=2, steps=2, batch=4, test=2, rates=(1e-3,)
@@ -79,11 +80,9 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
             folder.parents[1] / f"{kind}-0.parquet"
         )
     (again, numbers), *_, (last, _) = images.divided(images.FILES, size, 0)
-    assert (
-        torch.equal(again[every], full)
-        and torch.equal(numbers, targets)
-        and torch.equal(last[:3][every[:3]], requested)
-    )
+    assert torch.equal(again[every], full)
+    assert torch.equal(numbers, targets)
+    assert torch.equal(last[:3][every[:3]], requested)
     monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 4, 16))
     with pytest.raises(UserError, match="3 classes from 0 to 2; expected 4 from 0 on"):
         images.divided(images.FILES, size, 0)
@@ -132,8 +131,9 @@ def test_cifar_is_read_from_a_folder(
             rows.to_parquet(folder / f"{part}-00000-of-00001.parquet")
     full, classes, first = images.images("CIFAR-100")
     assert full.shape == (18, 3, 32, 32) and first == 12
-    assert torch.equal(((full[:, 0, 0, 0] + 1) * 127.5).round(), classes * 100.0)
-    assert sorted(((full[:12, 2, 5, 5] + 1) * 127.5).round().tolist()) == list(range(12))
+    stored = ((full + 1) * 127.5).round()
+    assert torch.equal(stored[:, 0, 0, 0], classes * 100.0)
+    assert sorted(stored[:12, 2, 5, 5].tolist()) == list(range(12))
     monkeypatch.setitem(images.CASES, "CIFAR-100", (32, 3, 100, 8))
     with pytest.raises(UserError, match="CIFAR-100: 3 classes from 0 to 2; expected 100 from 0 on"):
         images.images("CIFAR-100")
@@ -170,19 +170,16 @@ def test_what_is_hidden_is_not_seen_and_alone_is_requested() -> None:
         gone = inputs[..., -1] > 0
         assert len(inputs) == 50 * (masked.VIEWS if training else 1)
         assert int(gone.sum(1).min()) == least and int(gone.sum(1).max()) == most
-        assert (inputs[gone][:, :-1] == 0).all() and torch.equal(
-            inputs[~gone][:, :-1], targets[~gone]
-        )
+        assert (inputs[gone][:, :-1] == 0).all()
+        assert torch.equal(inputs[~gone][:, :-1], targets[~gone])
         assert gone.any(0).all() and len(gone.unique(dim=0)) > 40
     other = torch.where(gone[..., None], targets + 0.5, torch.rand_like(targets))
     assert masked.loss(other, inputs, targets) == pytest.approx(0.25)
     found = masked.scores(other, inputs, targets)
     # 24 of 64 pixels differ by 0.5.
     assert float(found["psnr"][0]) / 50 == pytest.approx(10 * math.log10(4 / (0.25 * 24 / 64)))
-    assert (
-        float(masked.scores(targets, inputs, targets)["ssim"][0]) / 50 == pytest.approx(1)
-        and float(found["ssim"][0]) / 50 < 0.9
-    )
+    assert float(masked.scores(targets, inputs, targets)["ssim"][0]) / 50 == pytest.approx(1)
+    assert float(found["ssim"][0]) / 50 < 0.9
     # A computed pair: means 0 and 0.5, equal variances of 1, covariance 1.
     x = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
     c1, c2 = 4e-4, 3.6e-3
@@ -194,9 +191,8 @@ def test_what_is_hidden_is_not_seen_and_alone_is_requested() -> None:
 def test_digits_are_divided_anew_for_every_seed() -> None:
     size = replace(images.QUICK, train=64, test=32)
     parts, others = images.divided("digits", size, 0), images.divided("digits", size, 1)
-    assert [len(inputs) for inputs, _ in parts] == [64, 32, 32] and not torch.equal(
-        parts[0][0], others[0][0]
-    )
+    assert [len(inputs) for inputs, _ in parts] == [64, 32, 32]
+    assert not torch.equal(parts[0][0], others[0][0])
     everything = torch.cat([inputs for inputs, _ in parts]).flatten(1)
     assert len(everything.unique(dim=0)) == 128 and everything.min() == -1 and everything.max() == 1
     assert {*parts[0][1].tolist()} == set(range(10))

@@ -57,18 +57,15 @@ def write_data(folder: Path, name: str, seed: int) -> Path:
     and one id that other folders have too.
     """
     drawn = random.Random(seed)
-    lengths = [
-        drawn.randint(*limits) for limits in [(70, 100)] * 3 + [(1, 5)] * 60 + [(20, 40)] * 9
-    ]
+    limits = [(70, 100)] * 3 + [(1, 5)] * 60 + [(20, 40)] * 9
+    lengths = [drawn.randint(least, most) for least, most in limits]
     drawn.shuffle(lengths)
-    write_folder(
-        folder, documents=[[drawn.randrange(499) for _ in range(length)] for length in lengths]
-    )
+    documents = [[drawn.randrange(499) for _ in range(length)] for length in lengths]
+    write_folder(folder, documents=documents)
     manifest = json.loads((folder / "manifest.json").read_text())
     writer = IdsWriter(folder / "train.ids")
-    writer.add(
-        [f"{name}-{number}".encode() if number else b"shared\nid" for number in range(len(lengths))]
-    )
+    own = [f"{name}-{number}".encode() for number in range(1, len(lengths))]
+    writer.add([b"shared\nid", *own])
     manifest["splits"]["train"]["ids"] = vars(writer.finish())
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder / "train"
@@ -156,13 +153,11 @@ def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_ba
     ]
     dataset = begin(tmp_path / "run", prefixes, packing)
     steps = [rows_of(tmp_path / "run", "--step", step) for step in range(1, STEPS + 1)]
-    assert [sorted({row["sample"] for row in rows}) for rows in steps] == [
-        list(range(4 * n, 4 * n + 4)) for n in range(STEPS)
-    ]
+    for n, step in enumerate(steps):
+        assert sorted({row["sample"] for row in step}) == list(range(4 * n, 4 * n + 4))
     rows = [row for step in steps for row in step]
-    assert [row["step"] for row in rows] == [
-        1 + row["sample"] // BATCH for row in rows
-    ] and not any(row["seen"] for row in rows)
+    assert [row["step"] for row in rows] == [1 + row["sample"] // BATCH for row in rows]
+    assert not any(row["seen"] for row in rows)
     read = tokens_of(rows)
     assert list(read) == list(range(STEPS * BATCH))
     full = [dataset[sample]["tokens"].tolist() for sample in read]
@@ -182,12 +177,11 @@ def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_ba
         assert rows_of(tmp_path / "run", "--document", number) == where(document=number)
     for name in ("one-1", "one-70", "two-3")[: 1 + sources]:
         found = rows_of(tmp_path / "run", "--find", name)
-        assert (
-            found
-            and found == where(id=name)
-            and {(row["source"], row["document"]) for row in found}
-            == {(str(tmp_path / name[:3] / "train"), int(name[4:]))}
-        )
+        assert found
+        assert found == where(id=name)
+        assert {(row["source"], row["document"]) for row in found} == {
+            (str(tmp_path / name[:3] / "train"), int(name[4:]))
+        }
     shared = rows_of(tmp_path / "run", "--find", "shared\nid")
     assert shared == rows_of(tmp_path / "run", "--find", r"shared\nid") == where(document=0)
     assert shared and {row["id"] for row in shared} == {r"shared\nid"}
@@ -219,16 +213,8 @@ def test_without_the_data_numbers_stand_and_another_runs_cache_is_not_taken(
             assert last == {**output, "id": None} and sample == output["sample"]
             assert all(row == {**output, "id": None, "to": None} for row, output in inner)
     assert main([str(tmp_path / "run"), "--step", "3"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == [
-        "step",
-        "sample",
-        "seen",
-        "source",
-        "document",
-        "from",
-        "to",
-        "id",
-    ]
+    header = capsys.readouterr().out.splitlines()[0].split()
+    assert header == "step sample seen source document from to id".split()
 
 
 @pytest.fixture
@@ -253,7 +239,8 @@ def test_of_a_run_whose_batch_changed(
     pretrain_command("train.steps=6")
     pretrain_command("train.steps=9", "train.global_batch_size=8")
     steps = [rows_of(pretrain_command.run_dir, "--step", step) for step in range(1, 10)]
-    assert [len({row["sample"] for row in rows}) for rows in steps] == [4] * 6 + [8] * 3
+    for n, step in enumerate(steps):
+        assert len({row["sample"] for row in step}) == (4 if n < 6 else 8)
     rows = [row for step in steps for row in step]
     assert list(tokens_of(rows).values()) == read and all(row["seen"] for row in rows)
     for row in rows[:: len(rows) // 9]:
@@ -272,12 +259,10 @@ def test_of_stages_each_with_its_own_order(
     pretrain_command(*STAGED, f"data.packing={packing}")
     run = pretrain_command.run_dir
     rows = [row for step in range(1, 11) for row in rows_of(run, "--step", step)]
-    samples = list(dict.fromkeys(row["sample"] for row in rows))
-    assert samples == [
-        f"{stage}:{n}"
-        for stage, count in (("ramp", 6), ("main", 16), ("decay", 12))
-        for n in range(count)
-    ]
+    wanted: list[str] = []
+    for stage, count in (("ramp", 6), ("main", 16), ("decay", 12)):
+        wanted += [f"{stage}:{n}" for n in range(count)]
+    assert list(dict.fromkeys(row["sample"] for row in rows)) == wanted
     found = list(tokens_of(rows).values())
     assert all(
         tokens == text[: len(tokens)] and not any(text[len(tokens) :])
@@ -285,9 +270,8 @@ def test_of_stages_each_with_its_own_order(
     )
     assert all(row["seen"] for row in rows)
     for row in rows[:: len(rows) // 6]:
-        assert row in rows_of(run, "--sample", row["sample"]) and row in rows_of(
-            run, "--find", row["id"]
-        )
+        assert row in rows_of(run, "--sample", row["sample"])
+        assert row in rows_of(run, "--find", row["id"])
     for words in (("--step", 11), ("--sample", "main:16"), ("--sample", 3)):
         refused(main, "tools.tokens", run, *words)
     shutil.rmtree(run / "checkpoints")
@@ -299,7 +283,9 @@ def test_of_a_fork_with_an_order_of_its_own(
 ) -> None:
     """A fork of the fork continues in that order."""
     pretrain_command("train.steps=4")
-    child, grandchild, start = tmp_path / "child", tmp_path / "grandchild", len(read)
+    child = tmp_path / "child"
+    grandchild = tmp_path / "grandchild"
+    start = len(read)
     pretrain_command(
         "train.steps=7",
         "data.seq_length=48",

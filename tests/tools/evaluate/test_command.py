@@ -114,10 +114,8 @@ def test_an_evaluation_and_its_repetition(run: Run, calls: list[int]) -> None:
         "fewshot": 0,
     }
     assert {key: first[key] for key in expected} == expected
-    assert (
-        first["raw"]["acc_norm,none"] == first["value"]
-        and first["raw"]["acc_norm_stderr,none"] == first["stderr"]
-    )
+    assert first["raw"]["acc_norm,none"] == first["value"]
+    assert first["raw"]["acc_norm_stderr,none"] == first["stderr"]
     assert set(result("tiny_group")["subtasks"]) == {"tiny_choices", "tiny_fewer"}
     both = result("tiny_words"), result("tiny_words_ppl")
     assert both[0]["raw"] == both[1]["raw"] and both[0]["value"] <= 1 < both[1]["value"]
@@ -148,11 +146,9 @@ def test_results_of_other_settings_weights_or_tasks_are_not_mixed(
     def another(*arguments: str) -> None:
         before = Path("out/x/tiny_words.json").read_bytes()
         code, out, err = run(*arguments, model=f"x={model}")
-        assert (
-            (code, out) == (2, "")
-            and err.count("\n") == 1
-            and Path("out/x/tiny_words.json").read_bytes() == before
-        )
+        assert (code, out) == (2, "")
+        assert err.count("\n") == 1
+        assert Path("out/x/tiny_words.json").read_bytes() == before
         wording(
             re.sub("task_digest [0-9a-f]+, now it is [0-9a-f]+", "task_digest A, now it is B", err)
         )
@@ -216,10 +212,9 @@ def test_a_seed_that_numpy_refuses_is_refused_at_once(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["model", "--seed", seed])
+    assert ended.value.code == 2
     assert (
-        ended.value.code == 2
-        and f"argument --seed: '{seed}': expected a whole number from 0 to"
-        in capsys.readouterr().err
+        f"argument --seed: '{seed}': expected a whole number from 0 to" in capsys.readouterr().err
     )
 
 
@@ -327,9 +322,8 @@ def test_after_a_kill_the_rest_is_evaluated(tmp_path: Path, llama: Path, calls: 
     full = tmp_path / "out/llama/tiny_words.json"
     before, lines = full.stat().st_mtime_ns, kept.read_bytes().split(b"\n")
     known = {json.loads(line)[0] for line in lines[1:-1]}
-    assert (
-        10 <= len(known) < 2 * requested and not (tmp_path / "out/llama/tiny_choices.json").exists()
-    )
+    assert 10 <= len(known) < 2 * requested
+    assert not (tmp_path / "out/llama/tiny_choices.json").exists()
     with kept.open("ab") as file:
         file.write(b'["half a li')  # a crash of the machine can leave half a line
 
@@ -354,7 +348,8 @@ def test_an_interruption_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_answers_are_read_back_exactly_and_by_one_process(tmp_path: Path) -> None:
-    path, identity = tmp_path / "m/.answers/t.jsonl", {"model_key": "a", "limit": None}
+    path = tmp_path / "m/.answers/t.jsonl"
+    identity = {"model_key": "a", "limit": None}
     with Answers(path, identity) as answers:
         answers.truncated.add(request_key("loglikelihood", ("x", "y")))
         answers.add_partial("loglikelihood", ("x", "y"), (-1 / 3, True))
@@ -384,7 +379,5 @@ def test_a_file_cut_anywhere_gives_whole_answers_or_none(tmp_path: Path, cut: in
         assert answers.known.items() <= known.items() and len(answers.known) in (1, 2)
         answers.add_partial("loglikelihood", ("2", "y"), (-2.0, False))
     with Answers(path, identity) as answers:
-        assert (
-            answers.known.items() <= known.items()
-            and request_key("loglikelihood", ("2", "y")) in answers.known
-        )
+        assert answers.known.items() <= known.items()
+        assert request_key("loglikelihood", ("2", "y")) in answers.known

@@ -65,7 +65,9 @@ def by_hand(model: OpenModel, context: str, continuation: str) -> tuple[float, b
 
     By the harness's rule, white space at the end of a context belongs to the continuation.
     """
-    context, continuation = context.rstrip(), context[len(context.rstrip()) :] + continuation
+    stripped = context.rstrip()
+    continuation = context[len(stripped) :] + continuation
+    context = stripped
     ids = encode(context) or [encode(END)[0]]
     total, greedy = 0.0, True
     for token in encode(continuation):
@@ -151,9 +153,9 @@ def test_a_prompt_too_long_loses_its_beginning_and_is_counted(
     ours = adaptor(model)
     found = likelihoods(ours, (LETTERS, "yes"), ("short", "yes"))
     ids = [*encode(LETTERS), *encode("yes")][-(CONTEXT + 1) :]
-    expected = sum(
-        float(log_probabilities(model, ids[: i - 3 + len(ids)])[ids[i - 3]]) for i in range(3)
-    )
+    expected = 0.0
+    for at in range(len(ids) - 3, len(ids)):
+        expected += float(log_probabilities(model, ids[:at])[ids[at]])
     assert found[0][0] == pytest.approx(expected, rel=1e-5) and len(ours.answers.truncated) == 1
     longer = adaptor(model, max_length=3 * CONTEXT)
     assert likelihoods(longer, (LETTERS, "yes")) and not longer.answers.truncated

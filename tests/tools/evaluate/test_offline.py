@@ -103,10 +103,8 @@ def test_a_data_set_is_in_the_cache_or_reported(
     (tmp_path / "tasks/hub.yaml").write_text(HUB_YAML)
     suite = suite_file(tmp_path / "s.yaml", "task: tiny_hub")
     wording(missing(suite))
-    assert (
-        main([str(tmp_path), "--suite", str(suite), "--out", str(tmp_path / "out")]) == 2
-        and not (tmp_path / "out").exists()
-    )
+    assert main([str(tmp_path), "--suite", str(suite), "--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
     fill(offline, "other")
     assert "missing  someone/tiny_set (plain)" in missing(suite)
     described = fill(offline, "plain")
@@ -153,7 +151,5 @@ def test_the_papers_suite_on_a_machine_without_data(tmp_path: Path, offline: Pat
     assert (found.returncode, found.stdout) == (2, ""), found.stderr
     lines = found.stderr.splitlines()
     assert lines[:-1] == missing("paper").splitlines()[:-1]
-    assert (
-        lines[-1].startswith("tools.evaluate: error: 14 data sets or files of the suite")
-        and not (tmp_path / "out").exists()
-    )
+    assert lines[-1].startswith("tools.evaluate: error: 14 data sets or files of the suite")
+    assert not (tmp_path / "out").exists()

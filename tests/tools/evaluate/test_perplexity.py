@@ -144,11 +144,9 @@ def test_the_mean_is_that_of_a_loop_over_tokens(
     prefix: Path, mixer: str, context: int, stride: int, rel: float
 ) -> None:
     """Over the stream and per document; the batch size changes no number."""
-    ids, ends, model = (
-        np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16),
-        np.cumsum(LENGTHS),
-        opened(mixer),
-    )
+    ids = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16)
+    ends = np.cumsum(LENGTHS)
+    model = opened(mixer)
     alone = [
         (int(end) - length - (end > length), int(end))
         for length, end in zip(LENGTHS, ends, strict=True)
@@ -218,17 +216,14 @@ def test_documents_whose_first_tokens_are_not_scored_are_documents(
         3.0**2 + 6.0**2 + 6.0**2,
     )
     for end, tokens in ((None, 9), (EOD, 11)):
-        text, model = (
-            write_text(tmp_path / f"end {end}", (4, 4, 4), end),
-            replace(fem, tokenizer=Ends()),
-        )
+        text = write_text(tmp_path / f"end {end}", (4, 4, 4), end)
+        model = replace(fem, tokenizer=Ends())
         raw = measured(model, one(text, 8), per_document=True)["raw"]
         assert (raw["documents"], raw["tokens"], raw["unscored"]) == (3, tokens, 11 - tokens)
         assert (raw["bytes"] is None, raw["bits_per_byte"] is None) == (end is None, end is None)
         stream = measured(model, one(text, 8))["raw"]
-        assert (stream["documents"], stream["tokens"], stream["unscored"]) == (3, 11, 0) and stream[
-            "bytes"
-        ]
+        assert (stream["documents"], stream["tokens"], stream["unscored"]) == (3, 11, 0)
+        assert stream["bytes"]
 
 
 def test_bits_a_byte_count_the_bytes_of_the_text(
@@ -237,17 +232,16 @@ def test_bits_a_byte_count_the_bytes_of_the_text(
     """Letters of one to four bytes, without EOD, only complete characters; without a tokenizer
     data_prep's count, or no result.
     """
-    texts, tokenizer = (
-        ["naïve – “quoted” 東京 🙂🙂 words", "a", "plain words, words and naïve 東京\n"],
-        byte_tokenizer(),
-    )
+    texts = ["naïve – “quoted” 東京 🙂🙂 words", "a", "plain words, words and naïve 東京\n"]
+    tokenizer = byte_tokenizer()
     documents = [[*tokenizer.encode(text), *tokenizer.encode(END)] for text in texts]
     writer = IndexedWriter(tmp_path / "text", "uint16")
     writer.add(np.concatenate(documents), np.array([len(ids) for ids in documents]))
     writer.finish()
     model = replace(opened(vocab_size=len(tokenizer)), tokenizer=tokenizer)
     raw = measured(model, one(tmp_path / "text", 16))["raw"]
-    assert raw["bytes"] == (size := sum(len(text.encode()) for text in texts))
+    size = sum(len(text.encode()) for text in texts)
+    assert raw["bytes"] == size
     assert raw["bits_per_byte"] == pytest.approx(raw["nats"] / math.log(2) / size, rel=1e-15)
     assert raw["nats"] == pytest.approx(raw["nats_per_token"] * raw["tokens"], rel=1e-12)
     cut = measured(model, one(tmp_path / "text", 16, max_tokens=len(documents[0]) + 2))
@@ -275,10 +269,8 @@ def test_a_sample_is_spread_over_the_text(tmp_path: Path, fem: OpenModel) -> Non
     for documents, gap in ((3, 21), (5, 13), (10, 5), (20, 3), (39, 2)):
         found = text.sample(10 * documents + 5)
         numbers = sorted(set(found.ids[: 10 * documents].tolist()))
-        assert (
-            found.starts.tolist() == [*range(0, 10 * documents + 1, 10), 10 * documents + 5]
-            and len(found.ids) == found.starts[-1]
-        )
+        assert found.starts.tolist() == [*range(0, 10 * documents + 1, 10), 10 * documents + 5]
+        assert len(found.ids) == found.starts[-1]
         assert len(numbers) == documents and max(np.diff([*numbers, numbers[0] + 40])) <= gap
     raw = measured(fem, one(tmp_path / "text", 16, max_tokens=105))["raw"]
     assert (raw["documents"], raw["tokens"]) == (11, 104)
@@ -328,37 +320,18 @@ def test_the_value_is_trainings_validation_loss(
     (loss,) = [line["valid_loss"] for line in lines if "valid_loss" in line]
     result = measured(open_model(trained), SuiteTask(task="valid", kind="heldout"))
     # None: the data contains only one document.
-    assert (result["raw"]["tokens"], result["raw"]["context"], result["stderr"]) == (
-        8 * 32,
-        32,
-        None,
-    )
+    assert (result["raw"]["tokens"], result["raw"]["context"]) == (8 * 32, 32)
+    assert result["stderr"] is None
     # fp32 logits on both sides; a sum in a different order.
     assert result["value"] == pytest.approx(loss, abs=1e-6)
 
-    assert (
-        main(
-            [
-                str(trained),
-                "--context",
-                "32",
-                "16",
-                "--stride",
-                "16",
-                "--out",
-                str(tmp_path),
-                "--device",
-                "cpu",
-            ]
-        )
-        == 0
-    )
+    words = f"--context 32 16 --stride 16 --out {tmp_path} --device cpu"
+    assert main([str(trained), *words.split()]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[:2] for row in rows] == [["16", "16"], ["32", "16"]]
     found = {one.label: one for one in results.read([tmp_path])}
-    assert found.keys() == {"valid @16", "valid @32"} and not any(
-        one.higher_is_better for one in found.values()
-    )
+    assert found.keys() == {"valid @16", "valid @32"}
+    assert not any(one.higher_is_better for one in found.values())
     assert f"{found['valid @32'].score.value:.4f}" == rows[1][2]
 
 
@@ -409,16 +382,19 @@ def test_an_interrupted_measurement_continues_to_the_same_number(
         full["stderr"],
         full["subtasks"],
     )
-    everything = sum(
-        math.ceil(len(list(windows([(0, sum(LENGTHS))], size, 4))) / 3) for size in (8, 12)
-    )
+    everything = 0
+    for size in (8, 12):
+        count = len(list(windows([(0, sum(LENGTHS))], size, 4)))
+        everything += math.ceil(count / 3)  # batches of 3
     assert 10**6 - calls.left == everything - 4 - 1, "no call twice"
 
 
 def test_an_interruption_amid_a_batch_leaves_the_batch_to_do(
     fem: OpenModel, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, add, calls = one(prefix, 8), Sums.add, list[int]()
+    task = one(prefix, 8)
+    add = Sums.add
+    calls = list[int]()
     full = measured(fem, task, batch_size=2)
 
     def interrupted(sums: Sums, *arguments: Any) -> None:
@@ -442,7 +418,9 @@ def test_sums_on_disk_are_of_one_measurement_alone(
     A damaged file only costs time.
     """
     monkeypatch.setattr(perplexity_measure, "SAVE_SECONDS", -1.0)
-    text, file, seen = open_text(prefix), tmp_path / "kept.json", list[int]()
+    text = open_text(prefix)
+    file = tmp_path / "kept.json"
+    seen = list[int]()
 
     class Looks(Stops):
         def __call__(self, **inputs: Any) -> Any:
@@ -502,9 +480,9 @@ def test_a_result_fits_the_tokens_not_their_place(
     assert complaint(task) == complaint(one(Path("valid"), 8)) == "", "the same file"
     assert complaint(one(write_text(tmp_path / "copy/valid"), 8)) == "", "the same tokens elsewhere"
     model = llama_folder(tmp_path / "llama")
-    (model / "training.json").write_text(
-        json.dumps({"config": {"data": {"valid": [{"prefix": str(tmp_path / "copy/valid")}]}}})
-    )
+    source = {"prefix": str(tmp_path / "copy/valid")}
+    training = {"config": {"data": {"valid": [source]}}}
+    (model / "training.json").write_text(json.dumps(training))
     assert data_digest(model, replace(task, data=None)) == data_digest(model, task), (
         "the run's own validation data"
     )

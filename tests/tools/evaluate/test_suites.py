@@ -65,10 +65,8 @@ def test_what_guessing_scores(paper: tuple[Suite, Tasks]) -> None:
         leaf.name: 1 / len(leaf.config["doc_to_choice"]) for leaf in tasks.leaves["leaderboard_bbh"]
     }
     assert by_label["BBH"].subtask_chance == pytest.approx(bbh) and len(bbh) == 24
-    assert (
-        bbh["leaderboard_bbh_object_counting"] == 1 / 19
-        and bbh["leaderboard_bbh_geometric_shapes"] == 1 / 11
-    )
+    assert bbh["leaderboard_bbh_object_counting"] == 1 / 19
+    assert bbh["leaderboard_bbh_geometric_shapes"] == 1 / 11
     assert set(by_label["MuSR"].subtask_chance) == {
         leaf.name for leaf in tasks.leaves["leaderboard_musr"]
     }

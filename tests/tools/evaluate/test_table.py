@@ -83,11 +83,8 @@ def test_a_missing_result_is_a_dash_and_its_column_ranks_nobody(
         if boolq is not None:
             write(tmp_path, model, "boolq", boolq)
     table = table_of(tmp_path, suite("arc", "boolq", "copa"))
-    assert [column.name for column in table.ranked] == ["arc"] and table.summary() == [
-        (1.0, 1),
-        (2.0, 0),
-        (3.0, 0),
-    ]
+    assert [column.name for column in table.ranked] == ["arc"]
+    assert table.summary() == [(1.0, 1), (2.0, 0), (3.0, 0)]
     assert cells(markdown(table), "c") == ["0.100 ± 0.010", "–", "–", "3.00", "0"]
     wording(markdown(table))
     wording(console(table))
@@ -116,9 +113,8 @@ def test_best_and_second_are_marked_where_there_are_several(tmp_path: Path) -> N
     write(tmp_path / "alone", "a", "arc", 0.3)
     alone = table_of(tmp_path / "alone")
     assert alone.ranked == () and alone.summary() == [None]
-    assert not re.search(r"Rank|\*\*", markdown(alone)) and not re.search(
-        r"\*|rank", console(alone)
-    )
+    assert not re.search(r"Rank|\*\*", markdown(alone))
+    assert not re.search(r"\*|rank", console(alone))
     for model, value, loss in (
         ("a", 0.3, 3.0),
         ("b", 0.3004, 2.5),
@@ -183,9 +179,8 @@ def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
     assert shown["rescaled"]["value"] == pytest.approx(25.0) and shown["value"] == 0.2625
     write(tmp_path, "a", "musr", 0.4, chance=None)  # the score of guessing is unknown
     unknown = table_of(tmp_path, suite("gpqa", "musr", rescale="leaderboard"))
-    assert unknown.rows[0].average is None and any(
-        "the score of guessing is not known: MUSR" in note for note in unknown.notes
-    )
+    assert unknown.rows[0].average is None
+    assert any("the score of guessing is not known: MUSR" in note for note in unknown.notes)
 
 
 def test_what_the_suite_asks_otherwise_is_refused(tmp_path: Path, raised: Refused) -> None:
@@ -216,7 +211,8 @@ def test_held_out_loss_of_other_tokens_or_text_is_shown_but_not_ranked(tmp_path:
         write(tmp_path, model, "arc", score)
         file = write_heldout(tmp_path, model, {128: loss, 256: loss - 0.1})
     assert len(table_of(tmp_path).ranked) == 2
-    raw, two = json.loads(file.read_text(encoding="utf-8"))["raw"], {128: 2.0, 256: 1.9}
+    raw = json.loads(file.read_text(encoding="utf-8"))["raw"]
+    two = {128: 2.0, 256: 1.9}
     changes: list[dict[str, Any]] = [
         {"bytes": 7},
         {"stride": 64},
@@ -226,16 +222,14 @@ def test_held_out_loss_of_other_tokens_or_text_is_shown_but_not_ranked(tmp_path:
     for change in changes:
         write_heldout(tmp_path, "b", two, raw={**raw, **change})
         table = table_of(tmp_path)
-        assert len(table.ranked) == 1 and any(
-            "their losses are not comparable" in note for note in table.notes
-        )
+        assert len(table.ranked) == 1
+        assert any("their losses are not comparable" in note for note in table.notes)
     write_heldout(tmp_path, "b", two, n=8)
     assert len(table_of(tmp_path).ranked) == 1
     write_heldout(tmp_path, "b", two, tokens=1500)
     table = table_of(tmp_path)
-    assert [column.name for column in table.ranked] == ["arc"] and any(
-        "bits per byte are comparable" in note for note in table.notes
-    )
+    assert [column.name for column in table.ranked] == ["arc"]
+    assert any("bits per byte are comparable" in note for note in table.notes)
     assert "**1.900**" not in markdown(table) and "2.000 ± 0.020 (0.667)" in markdown(table)
     points = heldout(table)["valid"]["b"]
     assert [(point.context, point.nats) for point in points] == [
@@ -265,12 +259,10 @@ def test_the_command_writes_it_all_and_merges_folders(
     out = tmp_path / "merged"
     assert main([str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(out)]) == 0
     shown = capsys.readouterr()
-    assert (
-        shown.out.startswith(" " * 10)
-        and "0.400±0.010*" in shown.out
-        and "wrote" not in shown.out
-        and "heldout.png" in shown.err
-    )
+    assert shown.out.startswith(" " * 10)
+    assert "0.400±0.010*" in shown.out
+    assert "wrote" not in shown.out
+    assert "heldout.png" in shown.err
     assert {file.name for file in out.iterdir()} == {
         "table.md",
         "results.json",

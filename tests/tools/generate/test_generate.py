@@ -80,10 +80,8 @@ def test_what_is_streamed_is_the_text(
     the cache has the size of the formula.
     """
     streamed, report = generate(mixer, PROMPT, "--greedy", new=12)
-    found, without = (
-        answer(mixer, PROMPT, "--greedy", new=12),
-        answer(mixer, PROMPT, "--greedy", "--no-cache", new=12),
-    )
+    found = answer(mixer, PROMPT, "--greedy", new=12)
+    without = answer(mixer, PROMPT, "--greedy", "--no-cache", new=12)
     opened = open_model(models[mixer][0])
     assert opened.tokenizer is not None
     wanted = opened.model.generate(
@@ -91,11 +89,9 @@ def test_what_is_streamed_is_the_text(
     )[0]
     assert streamed == opened.tokenizer.decode(wanted) + "\n"
     (result,) = found["results"]
-    assert (
-        result == without["results"][0]
-        and result["text"] + "\n" == streamed
-        and result["new_tokens"] == wanted[6:].tolist()
-    )
+    assert result == without["results"][0]
+    assert result["text"] + "\n" == streamed
+    assert result["new_tokens"] == wanted[6:].tolist()
     assert len(set(result["new_tokens"])) > 2
     costs = found["costs"]
     assert [costs[f"{what}_tokens"] for what in ("prompt", "new", "decode", "cache")] == [
@@ -155,9 +151,8 @@ def test_what_is_drawn(generate: Generate, answer: Answer) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
     text, report = generate("fem_linear", PROMPT, "--temperature", "2")
     seed = re.search(r"seed: (\d+)", report)
-    assert (
-        seed and generate("fem_linear", PROMPT, "--temperature", "2", "--seed", seed[1])[0] == text
-    )
+    assert seed
+    assert generate("fem_linear", PROMPT, "--temperature", "2", "--seed", seed[1])[0] == text
     likeliest = answer("fem_linear", PROMPT, "--greedy")["results"]
     for one in (("--top-k", "1"), ("--top-p", "1e-6"), ("--temperature", "1e-4")):
         assert answer("fem_linear", PROMPT, "--seed", "1", *one)["results"] == likeliest, one
@@ -172,7 +167,8 @@ def test_what_is_drawn(generate: Generate, answer: Answer) -> None:
 def test_a_folders_own_penalties_count_for_nothing(
     generate: Generate, models: Models, tmp_path: Path
 ) -> None:
-    folder, settings = tmp_path / "model", tmp_path / "model" / "generation_config.json"
+    folder = tmp_path / "model"
+    settings = tmp_path / "model" / "generation_config.json"
     assert hf("export", models["transformer"][0], folder) == 0
     wanted = generate(folder, "w1 w2", "--greedy")[0]
     settings.write_text(
@@ -198,9 +194,8 @@ def test_beams_find_a_likelier_text(generate: Generate, answer: Answer, models: 
             scores = opened.model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
         return float(scores[-len(tokens) :].sum())
 
-    greedy, beams = (
-        answer("fem_softmax", PROMPT, *how, new=8) for how in (("--greedy",), ("--beams", "5"))
-    )
+    greedy = answer("fem_softmax", PROMPT, "--greedy", new=8)
+    beams = answer("fem_softmax", PROMPT, "--beams", "5", new=8)
     assert likelihood(beams["results"][0]["new_tokens"]) > likelihood(
         greedy["results"][0]["new_tokens"]
     )
@@ -223,10 +218,8 @@ def test_the_end_of_a_text_ends_it(answer: Answer, models: Models, tmp_path: Pat
     path = save(models["transformer"][1], tmp_path / "ends", state)
     found = answer(path, "ab", "c", "xyz", "q", "hello", "--greedy", new=30)["results"]
     rows = [result["new_tokens"] for result in found]
-    assert (
-        all(256 not in row[:-1] for row in rows)
-        and len({len(row) for row in rows if row[-1] == 256}) > 1
-    )
+    assert all(256 not in row[:-1] for row in rows)
+    assert len({len(row) for row in rows if row[-1] == 256}) > 1
     assert all("<eod>" not in result["text"] for result in found)
 
 
@@ -293,10 +286,8 @@ def test_compiled(answer: Answer, mixer: str, stance: str) -> None:
         compiled = answer(mixer, PROMPT, "--greedy", "--compile", new=8)
     assert compiled["results"] == answer(mixer, PROMPT, "--greedy", new=8)["results"]
     costs = compiled["costs"]
-    assert (
-        costs["cache_bytes"] >= costs["cache_formula_bytes"] > 0
-        and costs["cache_tokens"] >= 6 + 8 - 1
-    )
+    assert costs["cache_bytes"] >= costs["cache_formula_bytes"] > 0
+    assert costs["cache_tokens"] >= 6 + 8 - 1
     assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == (stance == "default")
     # inductor's cache may be warm; a step takes milliseconds, and tracing one step takes a few
     # hundred.

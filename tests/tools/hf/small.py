@@ -94,13 +94,12 @@ def pairs(names: Iterable[str], *modes: Any, quick: tuple[str, ...] = ()) -> lis
 
     A pair is marked slow unless it has the first mode and a name in ``quick``.
     """
-    return [
-        pytest.param(
-            name, mode, marks=[] if name in quick and mode == modes[0] else pytest.mark.slow
-        )
-        for name in names
-        for mode in modes
-    ]
+    made = []
+    for name in names:
+        for mode in modes:
+            marks = [] if name in quick and mode == modes[0] else [pytest.mark.slow]
+            made.append(pytest.param(name, mode, marks=marks))
+    return made
 
 
 def small(name: str = "fem_softmax", **changes: Any) -> ModelConfig:

@@ -47,10 +47,15 @@ def test_a_cache_holds_what_the_formula_states(name: str) -> None:
     A static cache has one more token from the start, including positions outside a window, and its
     tensors are never replaced.
     """
-    config, ids, held, places = MODELS[name], tokens(BATCH, 14), [], set()
+    config = MODELS[name]
+    ids = tokens(BATCH, 14)
+    held = []
+    places = set()
     full = replace(config, attention=replace(config.attention, sliding_window=None))
     model: Any = FemLMForCausalLM(FemLMConfig(config.__dict__)).eval().to(torch.bfloat16)
-    cache, fixed, seen = model.new_cache(), model.new_cache(20), 0
+    cache = model.new_cache()
+    fixed = model.new_cache(20)
+    seen = 0
     assert not (cache.is_initialized or fixed.is_initialized or any(cache))
     with torch.no_grad():
         for piece in ids.split([7, 4, 1, 1, 1], dim=1):
@@ -74,11 +79,9 @@ def test_a_cache_holds_what_the_formula_states(name: str) -> None:
         or name == "hyperset_linear"
     )
     assert (len(set(held)) == 1) == linear
-    assert (
-        cache.is_initialized
-        and fixed.is_initialized
-        and len(cache) == len([*cache]) == config.num_layers
-    )
+    assert cache.is_initialized
+    assert fixed.is_initialized
+    assert len(cache) == len([*cache]) == config.num_layers
     cache.reset()
     assert not (cache.is_initialized or any(cache))
     assert len(places) == 1 and fixed.get_seq_length() == seen == 14 and fixed.is_compileable
@@ -113,7 +116,8 @@ def test_padding_inside_a_text_changes_nothing_or_is_refused(name: str) -> None:
     model = here(name, torch.float64)
     ids = tokens(1, 14)
     mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0]])
-    caches, counts = (model.new_cache(), model.new_cache(14)), model.model.counts_padding
+    caches = (model.new_cache(), model.new_cache(14))
+    counts = model.model.counts_padding
     refusal = "padding between two tokens of a row, .* pad only on the left"
     with torch.no_grad():
         for start in (5, 11):  # starts at the last token before the second gap, and after it
@@ -131,7 +135,10 @@ def test_padding_inside_a_text_changes_nothing_or_is_refused(name: str) -> None:
     # float64 rounding where only tokens count. Otherwise the change, which the model refuses, is of
     # the order of the logits.
     difference = (found - wanted).abs().max().item() / wanted.abs().max().item()
-    assert difference > 0.1 if counts else difference < 1e-10
+    if counts:
+        assert difference > 0.1
+    else:
+        assert difference < 1e-10
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo")

@@ -47,24 +47,20 @@ def test_a_model_trained_here_reads_what_its_data_hold(tmp_path: Path) -> None:
     """For a checkpoint and its export no token is added, and a special token's literal text is
     text.
     """
-    checkpoint, folder = save(text_model("transformer"), tmp_path / "model"), tmp_path / "export"
+    checkpoint = save(text_model("transformer"), tmp_path / "model")
+    folder = tmp_path / "export"
     with_template(checkpoint / "tokenizer")
     assert hf("export", checkpoint, folder) == 0
     template = PreTrainedTokenizerFast.from_pretrained(folder)
     assert template("ab")["input_ids"] == [END, 64, 65, END]
     for place in (checkpoint, folder):
         opened = open_model(place)
-        assert (
-            opened.trained_here
-            and read(opened, "ab") == [64, 65]
-            and read(opened, "a<eod>b") == [64, 27, 68, 78, 67, 29, 65]
-        )
+        assert opened.trained_here
+        assert read(opened, "ab") == [64, 65]
+        assert read(opened, "a<eod>b") == [64, 27, 68, 78, 67, 29, 65]
         ids, mask = Adaptor(opened, 2).tok_batch_encode(["abcd", "b", ""], left_truncate_len=3)
-        assert ids[mask.bool()].tolist() == [65, 66, 67, 65, END] and mask.tolist() == [
-            [1, 1, 1],
-            [0, 0, 1],
-            [0, 0, 1],
-        ]
+        assert ids[mask.bool()].tolist() == [65, 66, 67, 65, END]
+        assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 0, 1]]
 
 
 def test_another_projects_model_reads_what_its_tokenizer_states(tmp_path: Path) -> None:
@@ -78,11 +74,9 @@ def test_another_projects_model_reads_what_its_tokenizer_states(tmp_path: Path) 
         assert hf(verb, *places[-2:]) == 0
     for place in places:
         opened = open_model(place)
-        assert (
-            not opened.trained_here
-            and read(opened, "ab") == [END, 64, 65, END]
-            and read(opened, "a<eod>b") == [END, 64, END, 65, END]
-        )
+        assert not opened.trained_here
+        assert read(opened, "ab") == [END, 64, 65, END]
+        assert read(opened, "a<eod>b") == [END, 64, END, 65, END]
     file = places[1] / "step_00000000" / "manifest.json"
     manifest = json_object(file)
     assert manifest["inherited"].pop("foreign") is True

@@ -65,11 +65,9 @@ def test_the_same_bytes_every_time(runs: Folders, exports: Folders, tmp_path: Pa
     )
     # Wrong arguments are reported before torch is imported.
     code += "sys.exit(early or main(sys.argv[1:4]) or main(sys.argv[4:]))"
-    again = [
-        argument
-        for name in ("fem_softmax", "transformer")
-        for argument in ("export", runs[name], tmp_path / "deep" / name)
-    ]
+    again: list[str | Path] = []
+    for name in ("fem_softmax", "transformer"):
+        again += ["export", runs[name], tmp_path / "deep" / name]
     done = subprocess.run(
         [sys.executable, "-c", code, *again],
         cwd=tmp_path,
@@ -126,16 +124,13 @@ def test_what_is_reported_of_the_training(
         float(found) for found in re.findall(r"Training FLOPs.* \| (\S+) \|", card)
     )
     expected = flops_per_token(run_of(small("fem_softmax"), runs["data"]))
-    assert per_token == pytest.approx(expected, rel=1e-3) and all_of_them == pytest.approx(
-        per_token * tokens, rel=1e-3
-    )
+    assert per_token == pytest.approx(expected, rel=1e-3)
+    assert all_of_them == pytest.approx(per_token * tokens, rel=1e-3)
     parameters = sum(tensor.numel() for tensor in tensors(folder).values())
     assert f" of {parameters:,} parameters " in card
     generation = json_object(folder / "generation_config.json")
-    assert generation.pop("transformers_version") and generation == {
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
+    assert generation.pop("transformers_version")
+    assert generation == {"eos_token_id": 0, "pad_token_id": 0}
     link, out = tmp_path / "link", tmp_path / "out"
     link.mkdir()
     # runs/demo links to the demo's model in the same way.
@@ -338,7 +333,9 @@ def test_interrupted(
 ) -> None:
     """An interruption within the weights leaves no files, and keeps an earlier export."""
     out = shutil.copytree(exports["transformer"], tmp_path / "out")
-    reads, read, handler = [0], Weights.read, signal.getsignal(number)
+    reads = [0]
+    read = Weights.read
+    handler = signal.getsignal(number)
 
     def interrupted(self: Weights, names: Iterable[str]) -> dict[str, Tensor]:
         reads[0] += 1

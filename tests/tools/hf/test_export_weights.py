@@ -111,13 +111,9 @@ def test_parts_that_do_not_fit_are_refused(copy: Path, raised: Refused, case: st
     PARTS[case](metadata)
     content = pickle.dumps(metadata)
     (step / ".metadata").write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
     edit_manifest(copy, lambda manifest: manifest["files"].update({".metadata": len(content)}))
-    edit_manifest(
-        copy,
-        lambda manifest: manifest["sha256"].update(
-            {".metadata": hashlib.sha256(content).hexdigest()}
-        ),
-    )
+    edit_manifest(copy, lambda manifest: manifest["sha256"].update({".metadata": digest}))
     raised(weights, step)
 
 
@@ -128,7 +124,9 @@ def test_the_folder_holds_the_weights_bit_for_bit(
     """Every file equals the one that the safetensors library writes for its tensors; in another
     dtype, the same numbers rounded.
     """
-    model, full, many = model_of(name), exports[name], tmp_path / "many"
+    model = model_of(name)
+    full = exports[name]
+    many = tmp_path / "many"
     wanted = made(random_state(model, dtype=RUNS[name]), model)
     equal(tensors(full), wanted)
     save_file(wanted, tmp_path / "theirs", metadata={"format": "pt"})
@@ -139,19 +137,16 @@ def test_the_folder_holds_the_weights_bit_for_bit(
     index = json_object(many / "model.safetensors.index.json")
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
     held = {file.name: [*shards.header(file)] for file in sorted(many.glob("*.safetensors"))}
-    assert (
-        index["weight_map"] == {key: file for file, keys in held.items() for key in keys}
-        and len(held) > 3
-    )
+    assert index["weight_map"] == {key: file for file, keys in held.items() for key in keys}
+    assert len(held) > 3
     # A file over the limit contains only one tensor: the embedding is larger than the limit.
-    assert all(
-        sum(wanted[key].nbytes for key in keys) <= 9000 or len(keys) == 1 for keys in held.values()
-    )
-    others = [
-        {key: digest for key, digest in files(folder).items() if ".safetensors" not in key}
-        for folder in (full, many)
-    ]
-    assert others[0] == others[1] and len(others[0]) > 4
+    for keys in held.values():
+        assert len(keys) == 1 or sum(wanted[key].nbytes for key in keys) <= 9000
+
+    def others(folder: Path) -> dict[str, str]:
+        return {key: digest for key, digest in files(folder).items() if ".safetensors" not in key}
+
+    assert others(full) == others(many) and len(others(full)) > 4
     report, dtype = (
         ("float32", torch.float32) if name == "fem_gla" else ("bfloat16", torch.bfloat16)
     )

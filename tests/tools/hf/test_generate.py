@@ -71,10 +71,11 @@ def test_every_strategy_with_and_without_cache(exported: Exports, name: str) -> 
     """A left-padded batch gives equal tokens with each cache and without one, with the prompt at
     once or in chunks, and for a single row.
     """
-    given, (ids, mask), new = exported(name).model, padded_batch(), tokens(3, 4, seed=2)
-    drawn, greedy = (
-        generate(given, ids, attention_mask=mask, **strategy) for strategy in (BEAMS, FIVE)
-    )
+    given = exported(name).model
+    ids, mask = padded_batch()
+    new = tokens(3, 4, seed=2)
+    drawn = generate(given, ids, attention_mask=mask, **BEAMS)
+    greedy = generate(given, ids, attention_mask=mask, **FIVE)
     assert drawn.shape == (6, 12) and not torch.equal(drawn[::2], greedy[:, :12])
     for other in CACHES[1:]:
         assert torch.equal(drawn, generate(given, ids, attention_mask=mask, **BEAMS, **other)), (
@@ -90,11 +91,10 @@ def test_every_strategy_with_and_without_cache(exported: Exports, name: str) -> 
         longer = torch.cat((mask, torch.ones_like(new)), dim=1)
         after = given(new, attention_mask=longer, past_key_values=batch.past_key_values)
         for row, length in enumerate(PADDED):
-            alone = given(
-                torch.cat((ids[row, 8 - length :], new[row]))[None], use_cache=False
-            ).logits[0]
-            # float32 rounding.
-            close(torch.cat((batch.logits[row, 8 - length :], after.logits[row])), alone, 1e-5)
+            text = torch.cat((ids[row, 8 - length :], new[row]))
+            alone = given(text[None], use_cache=False).logits[0]
+            in_batch = torch.cat((batch.logits[row, 8 - length :], after.logits[row]))
+            close(in_batch, alone, 1e-5)  # float32 rounding
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,9 @@ def test_what_generate_returns_next_to_the_tokens(exported: Exports, name: str) 
     """Scores, hidden states and the cache have the documented shapes, and equal values without a
     cache; Llama is the control.
     """
-    given, (ids, mask), new = exported(name).model, padded_batch(), 4
+    given = exported(name).model
+    ids, mask = padded_batch()
+    new = 4
     rows = len(ids)
     report = ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states")
     common: dict[str, Any] = dict.fromkeys(report, True) | {
@@ -163,9 +165,8 @@ def test_a_conversation_in_one_cache(model: Any) -> None:
         assert torch.equal(answer, model.generate(text, use_cache=False, **FIVE))
         assert cache.get_seq_length() == 5 + 5 + 3 + 5 - 1
         cache.reset()
-        assert cache.get_seq_length() == 0 and torch.equal(
-            output, model.generate(first, past_key_values=cache, **FIVE)
-        )
+        assert cache.get_seq_length() == 0
+        assert torch.equal(output, model.generate(first, past_key_values=cache, **FIVE))
 
 
 def test_prompts_as_embeddings(model: Any) -> None:
@@ -191,7 +192,8 @@ def test_right_padding_is_none_of_the_text(model: Any) -> None:
                 .logits[:, -1:]
                 .argmax(-1)
             )
-        text, seen = torch.cat((text, new), dim=1), torch.cat((seen, torch.ones_like(new)), dim=1)
+        text = torch.cat((text, new), dim=1)
+        seen = torch.cat((seen, torch.ones_like(new)), dim=1)
     for other in CACHES:
         assert torch.equal(text, model.generate(ids, attention_mask=mask, **FIVE, **other)), other
 
@@ -219,7 +221,8 @@ def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
     """One line each: methods that a state does not support, other caches, a cache with zero or too
     many positions.
     """
-    ids, long = tokens(1, 4), FemLMForCausalLM(FemLMConfig(small("mha2nd").__dict__))
+    ids = tokens(1, 4)
+    long = FemLMForCausalLM(FemLMConfig(small("mha2nd").__dict__))
     for options in (
         {"cache_implementation": "quantized"},
         {"cache_implementation": "static", "past_key_values": model.new_cache()},
@@ -268,9 +271,8 @@ def test_fine_tuning_by_low_rank_adapters(exported: Exports, name: str) -> None:
         tuned.zero_grad()
         loss = tuned(input_ids=ids, labels=ids).loss
         loss.backward()
-        assert len(adapters) >= 8 and all(
-            parameter.grad is not None and parameter.grad.any() for parameter in adapters
-        )
+        assert len(adapters) >= 8
+        assert all(parameter.grad is not None and parameter.grad.any() for parameter in adapters)
         with torch.no_grad():  # a step so short that the loss decreases by 0.001 for any gradient
             square = sum(parameter.grad.square().sum() for parameter in adapters)
             for parameter in adapters:
@@ -295,9 +297,8 @@ def test_a_trainer_takes_a_step(tmp_path: Path) -> None:
     }
     arguments = TrainingArguments(str(tmp_path), max_steps=1, gradient_checkpointing=True, **more)
     before = tuned.lm_head.weight.detach().clone()
-    assert Trainer(
-        tuned, arguments, train_dataset=rows
-    ).train().training_loss > 0 and not torch.equal(tuned.lm_head.weight, before)
+    assert Trainer(tuned, arguments, train_dataset=rows).train().training_loss > 0
+    assert not torch.equal(tuned.lm_head.weight, before)
     tuned.save_pretrained(tmp_path / "saved")
     again = FemLMForCausalLM.from_pretrained(tmp_path / "saved").eval()
     with torch.no_grad():

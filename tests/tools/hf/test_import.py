@@ -86,14 +86,16 @@ def damaged_tokenizer(folder: Path) -> None:
     (write_tokenizer(folder, 9) / "tokenizer.json").write_text("{")
 
 
+def another_hash(folder: Path) -> None:
+    hash_file_of(sorted(folder.glob("model-*"))[1]).write_text("0" * 32)
+
+
 SPOILED: dict[str, Spoil] = {
     "no config.json": lambda folder: (folder / "config.json").unlink(),
     "config.json no JSON": written("config.json", "{'a'}"),
     "a shard is missing": shard(lambda content: None),
     "a shard is half": shard(lambda content: content[:-100]),
-    "a shard is another": lambda folder: hash_file_of(sorted(folder.glob("model-*"))[1]).write_text(
-        "0" * 32
-    ),
+    "a shard is another": another_hash,
     "a header is broken": shard(lambda content: b"\xff" * 2000),
     "a tensor is missing": held(lambda found: found.pop(Q)),
     "a tensor too many": held(lambda found: found.update({"lora.a": torch.ones(2)})),
@@ -179,9 +181,8 @@ def test_what_is_written(copy: Path, tmp_path: Path) -> None:
     got = weights(ck)
     for name, tensor in stored.items():
         rows = VOCAB if tensor.shape[0] == 128 else len(tensor)
-        assert tensor.dtype == torch.float32 and torch.equal(
-            got[name][:rows], tensor[:rows].bfloat16()
-        ), name
+        assert tensor.dtype == torch.float32, name
+        assert torch.equal(got[name][:rows], tensor[:rows].bfloat16()), name
     tokenizer = ck / "tokenizer"
     assert report["data"]["tokenizer"] == str(tokenizer)
     assert (tokenizer / "tokenizer.json").read_bytes() == (copy / "tokenizer.json").read_bytes()

@@ -62,11 +62,9 @@ def imported(
     if request.param == "qwen2":
         folder = stock_folder("qwen2", place / "hf", eos_token_id=[3, 4])
     else:  # 50 entries, padded to 64: at TP2 most of one rank's rows are padding
-        pattern = (
-            ("fem_softmax", "cem")
-            if request.param != "every mixer"
-            else (*MIXERS, *MIXERS[: len(MIXERS) % 2])
-        )  # an even number of layers, for two stages
+        pattern: tuple[str, ...] = ("fem_softmax", "cem")
+        if request.param == "every mixer":  # an even number of layers, for two stages
+            pattern = (*MIXERS, *MIXERS[: len(MIXERS) % 2])
         model = small(
             pattern=pattern,
             num_layers=len(pattern),
@@ -105,9 +103,8 @@ def check(checkpoint: Path, run_dir: Path, loss: float, tolerance: float) -> Non
     assert hf("export", run_dir, run_dir / "hf") == 0
     wanted, got = tensors(checkpoint.parent / "hf"), tensors(run_dir / "hf")
     equal(got, {name: tensor.to(got[name].dtype) for name, tensor in wanted.items()})
-    there, here = (
-        json_object(folder / "config.json") for folder in (checkpoint.parent / "hf", run_dir / "hf")
-    )
+    there = json_object(checkpoint.parent / "hf" / "config.json")
+    here = json_object(run_dir / "hf" / "config.json")
     assert {key: here.get(key) for key in OF_THE_MODEL} == {
         key: there.get(key) for key in OF_THE_MODEL
     }
@@ -191,16 +188,10 @@ def test_the_models_own_context_length_never_shrinks(data: Path, tmp_path: Path)
         assert find(tmp_path / run).progress.step == steps
         assert hf("export", tmp_path / run, tmp_path / "out", "--overwrite") == 0
         report = json_object(tmp_path / "out" / "config.json")
-        assert (
-            report["max_position_embeddings"],
-            report["bos_token_id"],
-            report["eos_token_id"],
-        ) == (
-            context,
-            1,
-            2,
-        )
-        checkpoint = tmp_path / run if run != "a" or steps == 2 else checkpoint
+        assert report["max_position_embeddings"] == context
+        assert (report["bos_token_id"], report["eos_token_id"]) == (1, 2)
+        if run != "a" or steps == 2:
+            checkpoint = tmp_path / run
 
 
 @pytest.mark.parametrize("imported", ["fem"], indirect=True)

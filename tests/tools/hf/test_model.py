@@ -81,19 +81,15 @@ def test_packed_documents_are_read_as_if_alone(exported: Exports, name: str) -> 
     model, ours = given.model, (given.folder / "modeling_fem.py").exists()
     without = {} if ours else {"use_cache": False}  # with a cache, Llama joins packed documents
     rows = [[torch.arange(first, first + size)[None] for first, size in row] for row in packed]
+    position_ids = torch.stack([torch.cat(row, dim=1)[0] for row in rows])
     with torch.no_grad():
-        made = model(
-            ids, position_ids=torch.stack([torch.cat(row, dim=1)[0] for row in rows]), **without
-        )
+        made = model(ids, position_ids=position_ids, **without)
         assert made.past_key_values is None
         for full, row, parts in zip(made.logits, ids, rows, strict=True):
-            pairs = zip(
-                row[None].split([part.shape[1] for part in parts], dim=1), parts, strict=True
-            )
-            alone = [
-                model(part, position_ids=positions, use_cache=False).logits
-                for part, positions in pairs
-            ]
+            sizes = [part.shape[1] for part in parts]
+            alone = []
+            for document, positions in zip(row[None].split(sizes, dim=1), parts, strict=True):
+                alone.append(model(document, position_ids=positions, use_cache=False).logits)
             # float32 rounding, in matrix products of other shapes.
             close(full[None], torch.cat(alone, dim=1), 1e-5)
 
@@ -101,7 +97,8 @@ def test_packed_documents_are_read_as_if_alone(exported: Exports, name: str) -> 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_the_loss_is_of_the_next_tokens_and_has_a_gradient(load: Any) -> None:
     """Also with every block recomputed: the same operations in the same order."""
-    model, ids = load(small(), random_state(small(), torch.float64)).train(), tokens(2, 8)
+    model = load(small(), random_state(small(), torch.float64)).train()
+    ids = tokens(2, 8)
     labels, gradients = ids.clone(), []
     labels[0, :3] = -100
     logits = model(ids).logits.log_softmax(-1)
@@ -139,9 +136,8 @@ def test_other_ways_in_and_out(plain: Any) -> None:
         )
         close(plain(ids, logits_to_keep=2).logits, full.logits[:, -2:], 1e-12)
         assert torch.equal(plain(ids, return_dict=False)[0], full.logits)
-        assert len(full.hidden_states) == 3 and torch.equal(
-            full.hidden_states[0], plain.get_input_embeddings()(ids)
-        )
+        assert len(full.hidden_states) == 3
+        assert torch.equal(full.hidden_states[0], plain.get_input_embeddings()(ids))
         close(plain.lm_head(full.hidden_states[-1]), full.logits, 1e-12)
 
 
@@ -155,9 +151,8 @@ def test_hidden_states_have_gradients(name: str) -> None:
     for state in made.hidden_states:
         state.retain_grad()
     made.loss.backward()
-    assert len(made.hidden_states) == 3 and all(
-        state.grad is not None and state.grad.any() for state in made.hidden_states
-    )
+    assert len(made.hidden_states) == 3
+    assert all(state.grad is not None and state.grad.any() for state in made.hidden_states)
     embedding = model.get_input_embeddings().weight
     # float64 rounding: both gradients are computed from the gradient of a float32 loss.
     close(
@@ -225,9 +220,8 @@ def test_packed_documents_by_their_ends_or_numbers() -> None:
                 # float64 rounding, in matrix products of other shapes.
                 close(made.logits, alone, 1e-10)
         full = plain(row, use_cache=False).logits
-        assert torch.equal(
-            plain(row, cu_seq_lens_q=torch.tensor([0, 12])).logits, full
-        ) and not torch.allclose(full, alone)
+        assert torch.equal(plain(row, cu_seq_lens_q=torch.tensor([0, 12])).logits, full)
+        assert not torch.allclose(full, alone)
         both = plain(
             torch.cat((row, row)), seq_idx=torch.cat((numbers, torch.zeros_like(numbers)))
         ).logits
@@ -252,7 +246,8 @@ def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
 
 def test_refused_inputs(plain: Any, raised: Refused) -> None:
     encoder = FemLMForCausalLM(FemLMConfig(small(causal=False).__dict__)).eval()
-    ids, gap = {"input_ids": tokens(1, 5)}, {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}
+    ids = {"input_ids": tokens(1, 5)}
+    gap = {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}
     two = {"cu_seq_lens_q": torch.tensor([0, 2, 5])}
     assert encoder(**ids, use_cache=True).past_key_values is None
     for given in (
@@ -312,9 +307,8 @@ def test_the_configuration() -> None:
     assert model == small(init_std=0.03, num_layers=4, tie_embeddings=True)
     config.vocab_size = 60
     again = FemLMConfig(**json.loads(config.to_json_string(use_diff=True)))
-    assert again.vocab_size == 60 and ModelConfig.from_dict(again.model_fields()) == replace(
-        model, vocab_size=60
-    )
+    assert again.vocab_size == 60
+    assert ModelConfig.from_dict(again.model_fields()) == replace(model, vocab_size=60)
 
 
 def test_fresh_model_starts_as_trained_ones_do(plain: Any) -> None:
@@ -347,22 +341,20 @@ def test_a_missing_weight_starts_anew(tmp_path: Path) -> None:
     ]
     rewrite(out, lambda held: [held.pop(name) for name in missing])
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
-    assert (
-        not model.model.layers[0].mixer.beta.any()
-        and not model.model.layers[1].mixer.tdc.out_proj.weight.any()
-    )
+    assert not model.model.layers[0].mixer.beta.any()
+    assert not model.model.layers[1].mixer.tdc.out_proj.weight.any()
     assert (model.model.norm.weight == 1).all() and model.model.layers[1].mixer.beta.any()
 
 
 def test_recurrence_may_be_raised(plain: Any, load: Any, open_folder: Callable[..., Any]) -> None:
-    ids, thrice = tokens(2, 6), load(small(recurrence=3), random_state(small(), torch.float64))
+    ids = tokens(2, 6)
+    thrice = load(small(recurrence=3), random_state(small(), torch.float64))
     raised = open_folder(plain.config._name_or_path, recurrence=3)
     assert raised.config.recurrence == 3 and raised.config.architecture["recurrence"] == 1
     with torch.no_grad():
         wanted = thrice(ids).logits
-        assert torch.equal(raised(ids).logits, wanted) and not torch.allclose(
-            plain(ids).logits, wanted
-        )
+        assert torch.equal(raised(ids).logits, wanted)
+        assert not torch.allclose(plain(ids).logits, wanted)
     greedy = GREEDY | {"max_new_tokens": 6}
     assert torch.equal(
         raised.generate(ids, **greedy), raised.generate(ids, use_cache=False, **greedy)

@@ -49,9 +49,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 @pytest.fixture
 def copy(pairs: Pairs, tmp_path: Path) -> Copy:
     """Copies of a pair's checkpoint or export that a test may damage."""
-    return lambda mixer, which: Path(
-        shutil.copytree(pairs[mixer][which], tmp_path / f"{mixer}{which}")
-    )
+
+    def made(mixer: str, which: int) -> Path:
+        return Path(shutil.copytree(pairs[mixer][which], tmp_path / f"{mixer}{which}"))
+
+    return made
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -75,16 +77,12 @@ def test_a_checkpoint_is_its_export(
     with torch.no_grad():
         assert torch.equal(ours.model(IDS).logits, theirs.model(IDS).logits)
     for opened in (ours, theirs):
-        assert (
-            opened.tokenizer is not None
-            and opened.config is not None
-            and opened.config.mixer == mixer
-            and not opened.model.training
-        )
-        assert (
-            opened.model.config.max_position_embeddings == 64
-            and opened.model.generation_config.eos_token_id == 256
-        )
+        assert opened.tokenizer is not None
+        assert opened.config is not None
+        assert opened.config.mixer == mixer
+        assert not opened.model.training
+        assert opened.model.config.max_position_embeddings == 64
+        assert opened.model.generation_config.eos_token_id == 256
         assert opened.manifest["progress"]["step"] == 12
         tied = opened.model.lm_head.weight is opened.model.model.embed_tokens.weight
         assert tied == (mixer == "transformer")
@@ -101,9 +99,8 @@ def test_in_another_type(pairs: Pairs) -> None:
     """Weights have that dtype; the constants of RoPE are computed, not rounded."""
     for path in pairs["transformer"]:
         opened = open_model(path, dtype=torch.bfloat16)
-        assert opened.dtype == torch.bfloat16 and {
-            weight.dtype for weight in opened.model.parameters()
-        } == {torch.bfloat16}
+        assert opened.dtype == torch.bfloat16
+        assert {weight.dtype for weight in opened.model.parameters()} == {torch.bfloat16}
         assert opened.model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
@@ -127,16 +124,15 @@ def test_weights_are_held_once(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Weights, "read", counted)
     make, kept = from_store.state_of, dict[str, Tensor]()
     made = make(Converted(weights, halves), torch.float32, torch.device("cpu"))
-    assert (
-        reads == [[name]]
-        and [tensor.untyped_storage().nbytes() for tensor in made.values()] == [32 * 32 * 4] * 2
-    )
+    assert reads == [[name]]
+    assert [tensor.untyped_storage().nbytes() for tensor in made.values()] == [32 * 32 * 4] * 2
     # The model uses these tensors without a copy.
     monkeypatch.setattr(
         from_store, "state_of", lambda *given: kept.update(make(*given)) or dict(kept)
     )
     opened = open_model(pairs["transformer"][0])
-    assert kept and all(
+    assert kept
+    assert all(
         opened.model.get_parameter(key).data_ptr() == tensor.data_ptr()
         for key, tensor in kept.items()
     )
@@ -149,17 +145,13 @@ def test_without_a_tokenizer_there_is_a_reason(copy: Copy, tmp_path: Path) -> No
         (folder / file).unlink()
     for path in (checkpoint, folder):
         opened = open_model(path)
-        assert (
-            opened.tokenizer is None
-            and opened.no_tokenizer is not None
-            and "--tokenizer DIR" in opened.no_tokenizer
-        )
+        assert opened.tokenizer is None
+        assert opened.no_tokenizer is not None
+        assert "--tokenizer DIR" in opened.no_tokenizer
         named = open_model(path, tokenizer=byte_tokenizer(tmp_path / "tokenizer"))
-        assert (
-            named.tokenizer is not None
-            and named.no_tokenizer is None
-            and named.model.config.eos_token_id in (256, None)
-        )
+        assert named.tokenizer is not None
+        assert named.no_tokenizer is None
+        assert named.model.config.eos_token_id in (256, None)
         assert tokenizer_of(path) is None
 
 
@@ -231,7 +223,8 @@ BROKEN: dict[str, tuple[str, Spoil]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_folder_is_one_line(copy: Copy, raised: Refused, case: str) -> None:
     mixer, spoil = BROKEN[case]
-    spoil(folder := copy(mixer, 1))
+    folder = copy(mixer, 1)
+    spoil(folder)
     raised(open_model, folder)
 
 

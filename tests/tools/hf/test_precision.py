@@ -77,12 +77,13 @@ def test_autocast_decodes_and_recomputes(name: str) -> None:
     """Token by token it is as close as at once; both caches count the tokens; recomputed blocks are
     equal bit for bit.
     """
-    model, checkpointed, ids = here(name), here(name), tokens(2, 40)
+    model = here(name)
+    checkpointed = here(name)
+    ids = tokens(2, 40)
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
     both = [results(each, autocast()) for each in (model, checkpointed)]
-    assert torch.equal(both[0].logits, both[1].logits) and torch.equal(
-        both[0].gradients, both[1].gradients
-    )
+    assert torch.equal(both[0].logits, both[1].logits)
+    assert torch.equal(both[0].gradients, both[1].gradients)
     cache, (prompt, mask) = model.eval().new_cache(), padded_batch()
     with torch.no_grad(), autocast():
         steps = [

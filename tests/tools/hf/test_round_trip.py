@@ -63,15 +63,15 @@ TRIPS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """Weights, configuration and progress, and the files of the folders, twice."""
     changes, dtype = TRIPS[name]
-    model = (
-        ModelConfig(**EVERYTHING | changes)
-        if name.startswith("every")
-        else small(num_query_groups=2, **changes)
-    )
+    if name.startswith("every"):
+        model = ModelConfig(**EVERYTHING | changes)
+    else:
+        model = small(num_query_groups=2, **changes)
     state = random_state(model, dtype=dtype)
     for key in VOCABULARY & state.keys():
         state[key][VOCAB:] = 0  # exports do not contain the padding of the vocabulary
-    first = find(last := save(model, tmp_path / "first", state))
+    last = save(model, tmp_path / "first", state)
+    first = find(last)
     exports = []
     for trip in range(2):
         exports.append(tmp_path / f"hf{trip}")
@@ -80,10 +80,8 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         assert hf("import", exports[-1], last) == 0
         equal(weights(last), state)
         found = find(last)
-        assert (
-            found.path.name == first.path.name
-            and ModelConfig.from_dict(found.manifest["config"]["model"]) == model
-        )
+        assert found.path.name == first.path.name
+        assert ModelConfig.from_dict(found.manifest["config"]["model"]) == model
         report = ("progress", "data", "heldout_loss", "config", "contents")
         assert {key: found.manifest[key] for key in report} == {
             key: first.manifest[key] for key in report

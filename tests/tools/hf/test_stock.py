@@ -90,9 +90,8 @@ def stock_logits(
 ) -> Tensor:
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     answer = stock.load_state_dict(weights, strict=False)
-    assert not answer.unexpected_keys and set(answer.missing_keys) <= (
-        {"lm_head.weight"} if config.tie_word_embeddings else set()
-    )
+    assert not answer.unexpected_keys
+    assert set(answer.missing_keys) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
     stock.tie_weights()
     with torch.no_grad():
         return stock.to(dtype).eval()(ids).logits.double()
@@ -126,11 +125,9 @@ def test_it_is_transformers_own(name: str, tmp_path: Path) -> None:
         64,
         3,
     )
-    assert (
-        written["architectures"] == [f"{family}ForCausalLM"]
-        and written.get("bos_token_id") is None
-        and "auto_map" not in written
-    )
+    assert written["architectures"] == [f"{family}ForCausalLM"]
+    assert written.get("bos_token_id") is None
+    assert "auto_map" not in written
     assert model_of(written) == replace(
         model, make_vocab_size_divisible_by=ModelConfig().make_vocab_size_divisible_by
     )
@@ -173,7 +170,9 @@ def test_a_model_of_transformers_own_is_continued(name: str) -> None:
     with torch.no_grad():
         for weight in stock.parameters():
             weight.add_(0.2 * torch.randn_like(weight))
-    model, weights, ids = model_of(config.to_dict()), stock.state_dict(), tokens(2, LENGTH)
+    model = model_of(config.to_dict())
+    weights = stock.state_dict()
+    ids = tokens(2, LENGTH)
     wanted = stock_logits(config, weights, ids)
     state = dict(Converted(Held(weights), from_stock(model)).items())
     assert (trained_logits(model, state, ids) - wanted).norm() <= 2e-6 * wanted.norm()
@@ -252,16 +251,17 @@ def test_frequencies_of_a_real_size_are_transformers_own(kind: str) -> None:
     )
     plain = 1.0 / (500000 ** (torch.arange(0, 128, 2) / 128))
     rope = Rope.of(model)
-    assert (
-        rope is not None
-        and rope.factor == pytest.approx(factor, rel=1e-15)
-        and (factor > 1) == (kind == "yarn")
-    )
+    assert rope is not None
+    assert rope.factor == pytest.approx(factor, rel=1e-15)
+    assert (factor > 1) == (kind == "yarn")
     got = frequencies(rope, 128)
     # A few times the resolution of float32.
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0.0)
     changed = (got / plain - 1).abs() > 1e-6
-    assert changed.all() if kind == "linear" else 0 < int(changed.sum()) < len(got)
+    if kind == "linear":
+        assert changed.all()
+    else:
+        assert 0 < int(changed.sum()) < len(got)
 
 
 FOREIGN: list[dict[str, Any]] = [

@@ -45,10 +45,8 @@ def test_classes_keep_their_special_tokens(tmp_path: Path) -> None:
     assert load_tokenizer(folder).eos_token == "<|endoftext|>"
     out = export(small("transformer", vocab_size=640), tmp_path / "out", tokenizer=folder)
     settings = json_object(out / "tokenizer_config.json")
-    assert (
-        settings["eos_token"] == "<|endoftext|>"
-        and settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    )
+    assert settings["eos_token"] == "<|endoftext|>"
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert json_object(out / "config.json")["eos_token_id"] == 0
 
 
@@ -71,10 +69,10 @@ def test_verify_compares_ids_also_as_transformers_reads_them(
     """With equal weights and entries: another pattern, and a biased Transformer's folder that
     transformers 5 opens as Qwen2Tokenizer.
     """
-    model, reader = small(**FAMILIES["qwen2"]), write_reader(tmp_path / "reader", "regex", None)
-    folder, other = (
-        export(model, tmp_path / name, tokenizer=reader) for name in ("folder", "other")
-    )
+    model = small(**FAMILIES["qwen2"])
+    reader = write_reader(tmp_path / "reader", "regex", None)
+    folder = export(model, tmp_path / "folder", tokenizer=reader)
+    other = export(model, tmp_path / "other", tokenizer=reader)
     text = (folder / "tokenizer.json").read_text()
     assert "{1,3}" in text
     (other / "tokenizer.json").write_text(text.replace("{1,3}", "{1,4}"))

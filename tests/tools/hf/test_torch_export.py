@@ -58,7 +58,9 @@ class Step(nn.Module):
 
     def __init__(self, model: Any, batch: int, places: int, assigned: bool) -> None:
         super().__init__()
-        self.model, self.cache, self.assigned = model, model.new_cache(places), assigned
+        self.model = model
+        self.cache = model.new_cache(places)
+        self.assigned = assigned
         first = torch.zeros(batch, 1, dtype=torch.long)
         # A masked token creates the tensors but leaves no value in them.
         model(first, attention_mask=first, past_key_values=self.cache)

@@ -73,9 +73,8 @@ def verify(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         output = ("--json", tmp_path / "found.json")
         assert hf("verify", folder / a, folder / b, *output, "--device", "cpu", *more) == code
         found = json_object(tmp_path / "found.json")
-        assert found["equal"] == (code == 0) == (found["faults"] == []) and (
-            code == 1 or found["first"] is None
-        )
+        assert found["equal"] == (code == 0) == (found["faults"] == [])
+        assert code == 1 or found["first"] is None
         return capsys.readouterr().out, found
 
     return run
@@ -98,11 +97,9 @@ def test_a_checkpoint_and_its_export_are_equal_to_the_bit(
 @pytest.mark.parametrize("name", ["fem", "plain"])
 def test_rounded_weights_are_equal_at_their_own_tolerance(verify: Verify, name: str) -> None:
     text, found = verify(0, name, f"{name}_bf16")
-    assert (
-        not found["bitwise"]
-        and found["tolerance"] == 2e-2
-        and "the default of bfloat16" in text.splitlines()[-1]
-    )
+    assert not found["bitwise"]
+    assert found["tolerance"] == 2e-2
+    assert "the default of bfloat16" in text.splitlines()[-1]
     text, found = verify(1, name, f"{name}_bf16", "--tolerance", "1e-4")
     assert found["first"]["where"] == "embedding"  # the first rounded tensor
 
@@ -122,10 +119,8 @@ def test_the_broken_tensor_is_named(
     rewrite(broken, lambda found: found[tensor][7, 3].add_(0.12))
     text, found = verify(1, name, broken)
     assert (found["first"]["where"], found["first"]["weights"]) == (where, [tensor])
-    assert (
-        f"{where}: first difference, 0.12 in weights ({tensor}), " in text
-        and "; everything before agrees to 0\n" in text
-    )
+    assert f"{where}: first difference, 0.12 in weights ({tensor}), " in text
+    assert "; everything before agrees to 0\n" in text
     before = [place for place in found["places"] if layer_of(place["where"]) < layer_of(where)]
     assert before and all(place["absolute"] == 0 for place in before)
     assert next(place["where"] for place in found["places"] if place["absolute"]) == where
@@ -141,11 +136,9 @@ def test_a_weight_that_no_prompt_reads_is_found(
     broken = other("fem_hf")
     rewrite(broken, lambda found: found["model.embed_tokens.weight"][row].zero_())
     _, found = verify(1, "fem", broken, "--prompts", str(tmp_path / "prompts.txt"))
-    assert (
-        found["logits"]["absolute"] == 0
-        and found["tokens"] == 82 + 3
-        and found["first"]["where"] == "embedding"
-    )
+    assert found["logits"]["absolute"] == 0
+    assert found["tokens"] == 82 + 3
+    assert found["first"]["where"] == "embedding"
 
 
 def test_a_setting_alone_is_distinguished_from_a_weight(verify: Verify, other: Copy) -> None:
@@ -153,10 +146,8 @@ def test_a_setting_alone_is_distinguished_from_a_weight(verify: Verify, other: C
     rope = json_object(edited / "config.json")["rope_parameters"]
     changed(edited / "config.json", rope_parameters=rope | {"rope_theta": 500.0})
     text, found = verify(1, "plain", edited)
-    assert (
-        found["configuration"] == {"rope_parameters.rope_theta": [10000.0, 500.0]}
-        and found["first"]["where"] == "rotary_emb"
-    )
+    assert found["configuration"] == {"rope_parameters.rope_theta": [10000.0, 500.0]}
+    assert found["first"]["where"] == "rotary_emb"
     assert "its weights agree, so configuration, code or rounding differs" in text
     # No value is computed from it.
     changed(edited / "config.json", rope_parameters=rope, max_position_embeddings=512)
@@ -173,9 +164,8 @@ def test_other_tokenizers_are_reported(verify: Verify, other: Copy) -> None:
         text.replace('"a":', '"aa":', 1).replace('"b":', '"a":', 1).replace('"aa":', '"b":', 1)
     )
     _, found = verify(1, "plain_hf", edited)
-    assert (
-        "2 of them differ, such as 'a'" in found["tokenizers"] and found["logits"]["absolute"] == 0
-    )
+    assert "2 of them differ, such as 'a'" in found["tokenizers"]
+    assert found["logits"]["absolute"] == 0
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (edited / file).unlink()
     assert f"tokenizers: not compared, no tokenizer in {edited}" in verify(0, "plain_hf", edited)[0]
@@ -183,7 +173,8 @@ def test_other_tokenizers_are_reported(verify: Verify, other: Copy) -> None:
 
 def test_other_models_are_compared_as_far_as_they_go(verify: Verify, tmp_path: Path) -> None:
     _, found = verify(1, "fem", "plain_hf")
-    assert found["weights"] is None and found["configuration"]["mixer"] == [
+    assert found["weights"] is None
+    assert found["configuration"]["mixer"] == [
         "fem_softmax",
         "transformer",
     ]
@@ -196,9 +187,8 @@ def test_other_models_are_compared_as_far_as_they_go(verify: Verify, tmp_path: P
             tokenizer=False,
         ),
     )
-    assert "the vocabularies have 257 and 50 entries" in text and found["configuration"][
-        "architecture.hidden_size"
-    ] == [32, 16]
+    assert "the vocabularies have 257 and 50 entries" in text
+    assert found["configuration"]["architecture.hidden_size"] == [32, 16]
 
 
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, refused: Refused) -> None:
@@ -239,7 +229,8 @@ def test_one_difference() -> None:
 
 
 def test_predictions_against_a_count() -> None:
-    a, b = torch.tensor([[0.0, math.log(3)], [5.0, 0.0]]), torch.tensor([[0.0, 0.0], [5.0, 0.0]])
+    a = torch.tensor([[0.0, math.log(3)], [5.0, 0.0]])
+    b = torch.tensor([[0.0, 0.0], [5.0, 0.0]])
     found = Predictions().and_of(a, b).and_of(a[1:], b[1:])
     assert (found.tokens, found.agree) == (3, 2)
     # KL((1/4, 3/4) || (1/2, 1/2)) = 1/4 ln 1/2 + 3/4 ln 3/2; of two equally likely tokens, the
@@ -260,16 +251,11 @@ def test_a_trace_is_what_the_model_computes(folder: Path) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with torch.no_grad():
         wanted = model(torch.tensor([ids]), output_hidden_states=True)
-    assert torch.equal(seen["logits"], wanted.logits[0]) and torch.equal(
-        seen["embedding"], wanted.hidden_states[0][0]
-    )
-    assert torch.equal(seen["layer 1"], wanted.hidden_states[2][0]) and torch.equal(
-        seen["final norm"], wanted.hidden_states[-1][0]
-    )
+    assert torch.equal(seen["logits"], wanted.logits[0])
+    assert torch.equal(seen["embedding"], wanted.hidden_states[0][0])
+    assert torch.equal(seen["layer 1"], wanted.hidden_states[2][0])
+    assert torch.equal(seen["final norm"], wanted.hidden_states[-1][0])
     looped = FemLMForCausalLM(FemLMConfig(text_model("cem", recurrence=2).__dict__)).eval()
     seen = trace(looped, ids)
-    assert {
-        "layer 0, mixer",
-        "layer 0, mixer, time 2",
-        "layer 1, mlp, time 2",
-    } <= seen.keys() and "layer 0, time 2" not in seen
+    assert {"layer 0, mixer", "layer 0, mixer, time 2", "layer 1, mlp, time 2"} <= seen.keys()
+    assert "layer 0, time 2" not in seen

@@ -64,9 +64,13 @@ class Unmarked:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a mark that does not change the function, with or without arguments."""
-        return lambda *given, **_: (
-            given[0] if given and callable(given[0]) else lambda function: function
-        )
+
+        def mark(*given: Any, **_: Any) -> Any:
+            if given and callable(given[0]):
+                return given[0]
+            return lambda function: function
+
+        return mark
 
 
 class Parameterized:
@@ -82,9 +86,11 @@ class Parameterized:
         def write(function: Any) -> None:
             for place, case in enumerate(cases):
                 given = case if isinstance(case, tuple) else (case,)
-                body[f"{function.__name__}_{place}_{given[0]}"] = lambda self, given=given: (
-                    function(self, *given)
-                )
+
+                def method(self: Any, given: tuple[Any, ...] = given) -> Any:
+                    return function(self, *given)
+
+                body[f"{function.__name__}_{place}_{given[0]}"] = method
 
         return write
 
@@ -130,10 +136,8 @@ class Tester:
     def __init__(self, model: ModelConfig) -> None:
         self.model, self.stock = model, why_not_stock(model) is None
         self.hidden_size, self.vocab_size = model.hidden_size, VOCAB
-        self.num_hidden_layers, self.num_attention_heads = (
-            model.num_layers,
-            model.num_attention_heads,
-        )
+        self.num_hidden_layers = model.num_layers
+        self.num_attention_heads = model.num_attention_heads
         self.base_model_class: Any = LlamaModel if self.stock else FemLMModel
         self.causal_lm_class: Any = LlamaForCausalLM if self.stock else FemLMForCausalLM
 

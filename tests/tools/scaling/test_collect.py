@@ -252,10 +252,8 @@ def test_from_weights_and_biases(
     ours, export = collected(study), tmp_path / "export.jsonl"
     lines = [exported(plan, run) for run in runs]
     resumed, old = (line["history"] for line in lines[:2])
-    resumed[:0] = [
-        {name: value if name == "step" else 99.0 for name, value in row.items()}
-        for row in resumed[-2:]
-    ]  # these steps were trained again after the run resumed
+    # These steps were trained again after the run resumed.
+    resumed[:0] = [{**dict.fromkeys(row, 99.0), "step": row["step"]} for row in resumed[-2:]]
     # A run without the metric "step".
     old[:] = [{"_step": row.pop("step"), **row} for row in old]
     export.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -69,9 +69,8 @@ def test_a_power_law_is_recognised_by_its_exponent_and_judged_by_its_ratio() -> 
     assert (scale.exponent, change.exponent, scale.ratio, change.ratio) == pytest.approx(
         (0.25, -1.0, 4**0.25, 4.0)
     )
-    assert (scale.words, change.words) == ("flat", "shrinks as width^-1.00") and worst(
-        [scale, change]
-    ) is change
+    assert (scale.words, change.words) == ("flat", "shrinks as width^-1.00")
+    assert worst([scale, change]) is change
     text = table([scale, change]).splitlines()
     assert text[0].split() == ["site", "64", "128", "256", "max/min", "exponent", "verdict"]
     assert text[2].split()[:2] == ["layer_00/mixer", "change"]

@@ -83,7 +83,9 @@ def test_intervals_cover_the_known_law(repetitions: int, least: int, most: int) 
     for 40 and for 12. The seeds are fixed, so the result is deterministic. The estimates' median is
     the truth up to the effect of noise on that number of repetitions.
     """
-    truth, held, found = list(TRUTH.values()), np.zeros(len(TRUTH)), []
+    truth = list(TRUTH.values())
+    held = np.zeros(len(TRUTH))
+    found = []
     for repetition in range(repetitions):
         some = runs(noise=0.004, seed=1000 + repetition)
         law = fitted(some, dataclasses.replace(QUICK, seed=repetition))
@@ -159,7 +161,8 @@ def test_what_does_not_determine_a_law_is_not_fitted() -> None:
     """Cases: too few runs, one size, and a loss that does not decrease with the size; the diverging
     parameter is named.
     """
-    n, d = np.tile(np.geomspace(1e7, 1e9, 5), 5), np.repeat(np.geomspace(1e9, 1e11, 5), 5)
+    n = np.tile(np.geomspace(1e7, 1e9, 5), 5)
+    d = np.repeat(np.geomspace(1e9, 1e11, 5), 5)
     noise = np.exp(np.random.default_rng(0).normal(0, 1e-3, 25))
     one_size = np.full(25, 1e8)
     cases = {
@@ -181,7 +184,8 @@ def test_a_descent_that_is_cut_short_is_not_a_fit() -> None:
     as not converged.
     """
     some = runs(noise=0.004, seed=9)
-    data, weights = huber.Data.of(some.n, some.d, some.loss), np.ones((1, len(some)))
+    data = huber.Data.of(some.n, some.d, some.loss)
+    weights = np.ones((1, len(some)))
     start = data.centred(np.array([[1.0, 100.0, 100.0, 0.2, 0.2]]))
     end, many = huber.minimise(start, data, weights, 1e-3)
     assert many[0] and not huber.minimise(start, data, weights, 1e-3, iterations=1)[1][0]

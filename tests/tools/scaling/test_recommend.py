@@ -91,7 +91,9 @@ def test_the_run_is_the_optimum_and_pretrain_takes_it(
     warned = "times the FLOPs of the study's largest run" in capsys.readouterr().err
     assert warned == (flops > 10 * LARGEST)
     config = prepare(load_run("out.yaml"), None, plan_only=True).config
-    plan, model, optimizer = make_plan(config, 1), config.model, config.optimizer
+    plan = make_plan(config, 1)
+    model = config.model
+    optimizer = config.optimizer
     step_flops = plan.train_flops * plan.schedule.step_tokens
     assert abs(plan.tokens * plan.train_flops - flops) <= step_flops / 2  # the nearest step
     best = optimal(VariantFit("transformer", 12, parametric=law(40.0)), flops).n.value
@@ -100,7 +102,8 @@ def test_the_run_is_the_optimum_and_pretrain_takes_it(
     near = [total_parameters(shaped(shape, width).of(model)) for width in widths]
     found = plan.total_parameters
     assert max(found / best, best / found) == min(max(n / best, best / n) for n in near)
-    text, loss = Path("out.yaml").read_text(), float(law(40.0).loss(found, plan.tokens))
+    text = Path("out.yaml").read_text()
+    loss = float(law(40.0).loss(found, plan.tokens))
     assert f"Predicted held-out loss: {loss:.4f} (" in text
     assert f"this is {flops / LARGEST:.3g} times as much" in text
     assert (optimizer.lr, optimizer.min_lr) == (1e-3, 2e-4)

@@ -94,7 +94,8 @@ def test_forks_start_after_their_trunks(
             for word, value in zip(command, command[1:], strict=False)
             if word == "--dependency"
         ]
-        started.append((set(read_list(Path(command[command.index("--list") + 1]))), after))
+        list_file = Path(command[command.index("--list") + 1])
+        started.append((set(read_list(list_file)), after))
         return int(local), False
 
     monkeypatch.setattr(running, "_follow", follow)
@@ -212,9 +213,8 @@ def test_a_study_killed_on_its_way_continues(
     if first.poll() is None:
         os.killpg(first.pid, signal.SIGTERM)
     report, _ = first.communicate(timeout=PATIENCE)
-    assert first.returncode == running.INTERRUPTED and "the same command continues" in report, (
-        report
-    )
+    assert first.returncode == running.INTERRUPTED, report
+    assert "the same command continues" in report, report
     before = [(folder / "metrics.jsonl").read_bytes() for folder in folders]
     assert len(trained(folders[0])) == runs[0].steps and len(trained(folders[1])) < runs[1].steps
 

@@ -137,10 +137,10 @@ def test_the_shorter_runs_are_forks_of_the_longest(
     Only the keys of the forks differ.
     """
     study, straight = planned(write(tmp_path, TRUNKS, trunks=False))
-    _, runs = planned(path := write(tmp_path, TRUNKS))
-    assert len(runs) == 3 * 2 * 2 * 2 and [run.name for run in runs] == [
-        run.name for run in straight
-    ]
+    path = write(tmp_path, TRUNKS)
+    _, runs = planned(path)
+    assert len(runs) == 3 * 2 * 2 * 2
+    assert [run.name for run in runs] == [run.name for run in straight]
     for run, full in zip(runs, straight, strict=True):
         config, wanted = load_run(study.base, run.settings), load_run(study.base, full.settings)
         begin = {100: 90, 200: 180, 400: 0}[run.steps]
@@ -156,14 +156,16 @@ def test_the_shorter_runs_are_forks_of_the_longest(
         assert (run.flops, run.tokens) == (full.flops, full.tokens)
         assert (run.trunk, run.begin_step) == ((trunk, begin) if begin else ("", 0))
     assert main(["plan", str(path)]) == 0
-    out, total = capsys.readouterr().out, sum(run.flops for run in straight)
+    out = capsys.readouterr().out
+    total = sum(run.flops for run in straight)
     assert "trunks: 16 runs start " in out and f"{270 / 700 * total:.4g} saved (39%)" in out
     write_folder(tmp_path / "data", tokens=90_000)
     forks = ["optimizer.schedule=wsd", "checkpoint.fork=runs/a"]
     wrong: list[dict[str, Any]] = [{}, {"settings": []}, {"settings": forks}]
     for changed in [*wrong, {"warmup_steps": None}]:
         assert main(["plan", str(write(tmp_path, TRUNKS, **changed))]) == 2
-        wording(error := capsys.readouterr().err)
+        error = capsys.readouterr().err
+        wording(error)
         assert error.count("\n") == 1
 
 

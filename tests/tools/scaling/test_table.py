@@ -33,9 +33,8 @@ def test_published_numbers_need_five_columns(tmp_path: Path) -> None:
     found = read_table(path)
     assert found["parameters"].tolist() == [44_000_000, 74_000_000]
     assert found["final"].tolist() == [True, True] and found["run"].is_unique
-    assert found["budget"].isna().all() and found["width"].isna().all(), (
-        "what is not told is missing, not zero"
-    )
+    assert found["budget"].isna().all(), "what is not told is missing, not zero"
+    assert found["width"].isna().all(), "what is not told is missing, not zero"
     assert found["flops_per_token"].tolist() == [3.3e17 / 1.25e9, 8.9e17 / 2e9]
 
 
