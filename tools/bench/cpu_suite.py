@@ -143,14 +143,11 @@ def render(rows: list[dict[str, Any]]) -> str:
         if "ours / Transformer" in row:
             steps.append([what, tokens, f"{row['ours / Transformer']['train step']:.2f}"])
             continue
-        ratios = (row.get(f"ours / {other}", {}) for other in ("standard attention", "reference"))
-        operations.append(
-            [
-                what,
-                tokens,
-                *(f"{one[which]:.2f}" if one else "" for one in ratios for which in PASSES),
-            ]
-        )
+        cells = [what, tokens]
+        for other in ("standard attention", "reference"):
+            ratios = row.get(f"ours / {other}")
+            cells += [f"{ratios[which]:.2f}" if ratios else "" for which in PASSES]
+        operations.append(cells)
     header = [
         "operation",
         "tokens",

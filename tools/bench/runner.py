@@ -101,15 +101,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table with aligned columns, so that it is also readable in a console."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    text = [
-        "| "
-        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        + " |"
-        for line in lines
-    ]
-    return "\n".join(
-        [text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]]
-    )
+    text = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        text.append(f"| {' | '.join(cells)} |")
+    rule = "|".join("-" * (width + 2) for width in widths)
+    text.insert(1, f"|{rule}|")
+    return "\n".join(text)
 
 
 def command_line(program: str, description: str) -> Parser:

@@ -68,11 +68,9 @@ def implementations(op: str, *, automatic: bool = False) -> tuple[str, ...]:
     automatic: leave out implementations that run only if they are selected explicitly.
     """
     found = operations().get(op)
-    return (
-        ("reference",)
-        if found is None
-        else tuple(each.name for each in found.implementations if each.automatic or not automatic)
-    )
+    if found is None:
+        return ("reference",)
+    return tuple(each.name for each in found.implementations if each.automatic or not automatic)
 
 
 def lacks(op: str, implementation: str, device: torch.device) -> str | None:
@@ -136,9 +134,7 @@ def _time(
     sets += [
         draw_inputs(Draw(device, dtype, seed), size) for seed in range(1, min(MOST_SETS, needed))
     ]
-    leaves = [
-        [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad] for inputs in sets
-    ]
+    leaves = [_leaves(inputs) for inputs in sets]
     with torch.no_grad():
         outputs = call(sets[0])
     weights = [torch.randn_like(output) for output in outputs]
@@ -154,6 +150,11 @@ def _time(
     once = bytes_of_one + _bytes(outputs)
     traffic = (float(once), float(2 * once + _bytes(leaves[0])))
     return Speed(measure(forward, budget), measure(both, budget), (flops[0], sum(flops)), traffic)
+
+
+def _leaves(inputs: Inputs) -> list[Tensor]:
+    """Return the inputs with gradients."""
+    return [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _bytes(tensors: Iterable[object]) -> int:

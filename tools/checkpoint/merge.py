@@ -90,11 +90,12 @@ def merge(
         raise ConfigError(f"--ema {ema:g}: expected a number below 1")
     if last and of:
         checkpoints = newest(of, last)
-    ages = reversed(range(len(checkpoints)))
-    shares = weights or [(ema or 1.0) ** age for age in ages]
+    decay = ema or 1.0
+    shares = weights or [decay**age for age in reversed(range(len(checkpoints)))]
     with convert_os_errors():
         steps = [find(path).path for path in checkpoints]
-    step, total = average(steps, out, shares), sum(shares)
+    step = average(steps, out, shares)
+    total = sum(shares)
     print(
         f"wrote {step}: the average of {len(steps)} checkpoints, weights only;"
         f" checkpoint.load={out} starts from them"

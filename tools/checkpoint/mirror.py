@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,12 @@ class Mirror:
 
         Raises OSError if the stored content differs.
         """
-        target, hashed, size = f"{self.root}/{name}", xxhash.xxh3_128(), source.stat().st_size
+        target = f"{self.root}/{name}"
+        block_size = max(_BLOCK, source.stat().st_size // _PARTS)
+        hashed = xxhash.xxh3_128()
         with (
             source.open("rb") as local,
-            self.fs.open(target, "wb", block_size=max(_BLOCK, size // _PARTS)) as remote,
+            self.fs.open(target, "wb", block_size=block_size) as remote,
         ):
             while block := local.read(_BLOCK):
                 hashed.update(block)
@@ -213,7 +216,8 @@ def mirror(
             waiting = not state.looked_at or _next(run_dir, state, interval)
             follow = not (retry.until(send, _stdin_ends) if waiting else _stdin_ends(_LOOK))
         end = time.monotonic() + patience
-        if failed := retry.until(lambda: send(last=True), lambda pause: _over(pause, end)):
+        failed = retry.until(lambda: send(last=True), lambda pause: _over(pause, end))
+        if failed:
             later = (
                 f"the local copy is complete; python -m tools.checkpoint mirror {run_dir} {url}"
                 " sends it later"
@@ -245,15 +249,17 @@ def fetch(
         StorageError: the run directory has no valid checkpoint, and the mirror cannot be read or
         contains only damaged ones.
     """
-    place, folder, wrong = Mirror(url, run_dir), run_dir / "checkpoints", dict[str, str]()
+    place = Mirror(url, run_dir)
+    folder = run_dir / "checkpoints"
+    wrong: dict[str, str] = {}
     with convert_os_errors():
-        here = (
-            newest_good(folder, dict.fromkeys((folder / name for name in damaged), ""))
-            if folder.is_dir()
-            else None
-        )
-        state, end = _State(run_dir / MIRROR_STATE, place.url), time.monotonic() + patience
-        newest, retry = here.path.name if here else "", _Retry(state, write=False)
+        here = None
+        if folder.is_dir():
+            here = newest_good(folder, dict.fromkeys((folder / name for name in damaged), ""))
+        newest = here.path.name if here else ""
+        state = _State(run_dir / MIRROR_STATE, place.url)
+        end = time.monotonic() + patience
+        retry = _Retry(state, write=False)
         failed = retry.until(
             lambda: _fetch_newest(place, run_dir, newest, wrong, aside=aside),
             lambda pause: _over(pause, end),
@@ -369,17 +375,14 @@ def verify_mirror(url: str) -> bool:
         ConfigError: the URL is invalid or contains no checkpoint.
         StorageError: the mirror cannot be read.
     """
-    place, good = Mirror(url), True
+    place = Mirror(url)
+    good = True
     try:
         names = place.steps()
         if not names:
             raise ConfigError(f"{url}: no checkpoint found")
         for name in names:
-            wrong, manifest = _compared(
-                place,
-                name,
-                lambda file, name=name: place.hash(f"{name}/{file}"),  # type: ignore[misc]
-            )
+            wrong, manifest = _compared(place, name, partial(_hash, place, name))
             size = sum(manifest.get("files", {}).values())
             if wrong:
                 print(f"{url}/{name}: damaged: {wrong}")
@@ -394,10 +397,16 @@ def verify_mirror(url: str) -> bool:
     return good
 
 
+def _hash(place: Mirror, name: str, file: str) -> str:
+    """Return the hash of a file of the checkpoint ``name`` in the mirror."""
+    return place.hash(f"{name}/{file}")
+
+
 def _send(place: Mirror, state: _State, step: Path, keep_last: int | None) -> None:
     began = time.monotonic()
     with _held(step) as folder:
-        manifest, hashes = json.loads((folder / MANIFEST).read_text()), hashes_of(folder)
+        manifest = json.loads((folder / MANIFEST).read_text())
+        hashes = hashes_of(folder)
         sent = state.sent.setdefault(step.name, {})
         files = [
             name
@@ -420,16 +429,15 @@ def _send(place: Mirror, state: _State, step: Path, keep_last: int | None) -> No
                     state.write()
             finally:
                 pool.shutdown(cancel_futures=True)
-        place.put_text(
-            json.dumps(
-                {**manifest, HASHES: {name: sent[name] for name in manifest["files"]}}, indent=1
-            ),
-            f"{step.name}/{MANIFEST}",
-        )
+        manifest[HASHES] = {name: sent[name] for name in manifest["files"]}
+        place.put_text(json.dumps(manifest, indent=1), f"{step.name}/{MANIFEST}")
         place.put_text(step.name + "\n", LATEST)
-    for old in [] if keep_last is None else place.steps()[keep_last:]:
-        place.remove(old)
-    state.newest, state.sent, state.fault = int(step.name.removeprefix("step_")), {}, None
+    if keep_last is not None:
+        for old in place.steps()[keep_last:]:
+            place.remove(old)
+    state.newest = int(step.name.removeprefix("step_"))
+    state.sent = {}
+    state.fault = None
     state.write()
     print(
         f"checkpoint {step.name} is in {place.url} ({time.monotonic() - began:.1f} s)", flush=True

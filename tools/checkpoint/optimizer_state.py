@@ -54,35 +54,28 @@ def renamed(
     Raises:
         ConfigError: the state was not written by one of Megatron's optimizers.
     """
-    inner = (
-        common["optimizer"]
-        if "param_groups" in common["optimizer"]
-        else common["optimizer"]["optimizer"]
-    )
-    sources = _sources(
-        metadata, plain=plain, muon=any(group.get("muon") for group in inner["param_groups"])
-    )
+    outer = common["optimizer"]
+    inner = outer if "param_groups" in outer else outer["optimizer"]
+    muon = any(group.get("muon") for group in inner["param_groups"])
+    sources = _sources(metadata, plain=plain, muon=muon)
     places = defaultdict(list)
     for index, place in metadata.storage_data.items():
         places[index.fqn].append((index, place))
+    storage = {}
+    for name, source in sources.items():
+        for index, place in places[source]:
+            storage[replace(index, fqn=name)] = place
     stored = metadata.state_dict_metadata
     moved = replace(
         metadata,
         state_dict_metadata={name: stored[source] for name, source in sources.items()},
-        storage_data={
-            replace(index, fqn=name): place
-            for name, source in sources.items()
-            for index, place in places[source]
-        },
+        storage_data=storage,
         planner_data=None,
     )
     mixed = any(name.startswith(PLAIN) for name in (sources if plain else stored))
+    convert = _plain if plain else _distributed
     try:
-        optimizer = (
-            _plain(common["optimizer"], mixed=mixed)
-            if plain
-            else _distributed(common["optimizer"], mixed=mixed)
-        )
+        optimizer = convert(outer, mixed=mixed)
     except (KeyError, IndexError, TypeError) as error:
         raise ConfigError(
             f"common.pt lacks the parameter groups and step of Megatron's optimizers ({error!r})"
@@ -97,14 +90,14 @@ def _sources(metadata: Metadata, *, plain: bool, muon: bool) -> dict[str, str]:
     """
     stored = metadata.state_dict_metadata
     sources = {name: name for name in stored if not name.startswith((DISTRIBUTED, PLAIN))}
+    here, there = (DISTRIBUTED, PLAIN) if plain else (PLAIN, DISTRIBUTED)
     for weight in [name for name in stored if not name.startswith(NOT_WEIGHTS)]:
-        here, there = (DISTRIBUTED, PLAIN) if plain else (PLAIN, DISTRIBUTED)
         full = _is_fp32(metadata, weight)  # an fp32 weight is its own main weight
         main = weight if full and here + weight not in stored else here + weight
-        for name in (main, *(f"{STATE}{moment}.{weight}" for moment in MOMENTS)):
-            if not _is_fp32(metadata, name) and not (
-                muon and name.startswith(f"{STATE}{MOMENTS[1]}.")
-            ):
+        moments = [f"{STATE}{moment}.{weight}" for moment in MOMENTS]
+        for name in (main, *moments):
+            optional = muon and name.startswith(f"{STATE}{MOMENTS[1]}.")
+            if not optional and not _is_fp32(metadata, name):
                 raise ConfigError(
                     f"the optimizer state is not Megatron's fp32 state: {name} is"
                     f" {'not fp32' if name in stored else 'missing'}"
@@ -121,11 +114,12 @@ def _is_fp32(metadata: Metadata, name: str) -> bool:
 
 def _plain(optimizer: dict[str, Any], *, mixed: bool) -> dict[str, Any]:
     groups = optimizer["optimizer"]["param_groups"]
+    without_step = []
+    for group in groups:
+        without_step.append({key: value for key, value in group.items() if key != "step"})
     inner = {
         "state": {"common_step": torch.tensor(float(groups[0]["step"]))},
-        "param_groups": [
-            {key: value for key, value in group.items() if key != "step"} for group in groups
-        ],
+        "param_groups": without_step,
     }
     return {"optimizer": inner} if mixed else inner
 

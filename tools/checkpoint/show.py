@@ -69,14 +69,19 @@ def _found(checkpoint: Path) -> tuple[Found, str | None]:
 
 
 def _lines(found: Found, wrong: str | None) -> list[tuple[str, str]]:
-    manifest, config, progress = found.manifest, found.manifest["config"], found.progress
-    contents, files, length = (
-        manifest.get("contents"),
-        manifest["files"],
-        config["data"]["seq_length"],
-    )
+    manifest = found.manifest
+    config = manifest["config"]
+    progress = found.progress
+    files = manifest["files"]
+    length = config["data"]["seq_length"]
     weights, optimizer = _sizes(found.path)
     skipped = f", {progress.skipped_steps} of them skipped" if progress.skipped_steps else ""
+    contents = "complete training state: a run can resume from it"
+    if manifest.get("contents"):
+        contents = f"{manifest['contents']} only, for checkpoint.load"
+    undamaged = "yes: all file sizes and the hashes of all pickles match"
+    if wrong is not None:
+        undamaged = f"no: {wrong}"
     return [
         ("checkpoint", str(found.path)),
         ("step", f"{progress.step:,}{skipped}"),
@@ -93,35 +98,21 @@ def _lines(found: Found, wrong: str | None) -> list[tuple[str, str]]:
         ("precision", manifest["config"]["train"]["precision"]),
         ("weights", weights),
         ("optimizer", optimizer),
-        (
-            "contents",
-            (
-                f"{contents} only, for checkpoint.load"
-                if contents
-                else "complete training state: a run can resume from it"
-            ),
-        ),
+        ("contents", contents),
         ("files", f"{len(files)} of {gib(sum(files.values()))}"),
-        (
-            "undamaged",
-            (
-                "yes: all file sizes and the hashes of all pickles match"
-                if wrong is None
-                else f"no: {wrong}"
-            ),
-        ),
+        ("undamaged", undamaged),
     ]
 
 
 def _engine(manifest: dict[str, Any]) -> str:
-    split = manifest["config"]["parallel"].get("use_distributed_optimizer", True)
-    now = _named(manifest["config"].get("engine", {}).get("name", "megatron"), split)
-    before = manifest.get("converted")
-    return (
-        f"{now}, converted from {_named(before['engine'], before['use_distributed_optimizer'])}"
-        if before
-        else now
-    )
+    config = manifest["config"]
+    split = config["parallel"].get("use_distributed_optimizer", True)
+    now = _named(config.get("engine", {}).get("name", "megatron"), split)
+    converted = manifest.get("converted")
+    if not converted:
+        return now
+    before = _named(converted["engine"], converted["use_distributed_optimizer"])
+    return f"{now}, converted from {before}"
 
 
 def _named(engine: str, split: bool) -> str:
@@ -129,18 +120,17 @@ def _named(engine: str, split: bool) -> str:
 
 
 def _layout(layout: dict[str, Any]) -> str:
-    world, tensor, pipeline = (
-        layout["world_size"],
-        layout["tensor_model_parallel_size"],
-        layout["pipeline_model_parallel_size"],
-    )
+    world = layout["world_size"]
+    tensor = layout["tensor_model_parallel_size"]
+    pipeline = layout["pipeline_model_parallel_size"]
     context = layout.get("context_parallel_size", 1)
-    words = (
-        f"{world} process{'es' if world > 1 else ''} = TP {tensor} x PP"
-        f" {pipeline}{f' x CP {context}' if context > 1 else ''}"
-    )
+    words = f"{world} process{'es' if world > 1 else ''} = TP {tensor} x PP {pipeline}"
+    if context > 1:
+        words += f" x CP {context}"
     words += f" x DP {world // (tensor * pipeline * context)}"
-    return words + (", sequence parallel" if layout["sequence_parallel"] else "")
+    if layout["sequence_parallel"]:
+        words += ", sequence parallel"
+    return words
 
 
 def _sizes(step: Path) -> tuple[str, str]:
@@ -158,16 +148,14 @@ def _sizes(step: Path) -> tuple[str, str]:
             and name.startswith("optimizer.") == wanted
             and not name.startswith(("rng.", "fp8."))
         ]
+        if not tensors:
+            texts.append("none")
+            continue
         numbers = sum(math.prod(tensor.size) for tensor in tensors)
         size = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
-        types = ", ".join(
-            sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors})
-        )
-        texts.append(
-            f"{gib(size)}: {len(tensors)} tensors, {numbers:,} numbers, {types}"
-            if tensors
-            else "none"
-        )
+        dtypes = {str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors}
+        types = ", ".join(sorted(dtypes))
+        texts.append(f"{gib(size)}: {len(tensors)} tensors, {numbers:,} numbers, {types}")
     return texts[0], texts[1]
 
 
@@ -194,7 +182,8 @@ def verify(place: str) -> bool:
                 f"{checkpoint}: no checkpoint found; expected a folder step_NNNNNNNN or a run"
                 " directory with checkpoints"
             )
-        return [_verified(step, partial(_faults, step)) for step in steps].count(False) == 0
+        results = [_verified(step, partial(_faults, step)) for step in steps]
+        return all(results)
 
 
 def _below(folder: Path) -> list[Path]:
@@ -220,7 +209,9 @@ def _verified(folder: Path, check: Callable[[Callable[[int], None]], list[str]])
     check: function that takes a callback for the number of bytes read and returns the faults.
     """
     files = [path for path in folder.iterdir() if path.is_file()]
-    total, read, last_report = sum(path.stat().st_size for path in files), 0, time.monotonic()
+    total = sum(path.stat().st_size for path in files)
+    read = 0
+    last_report = time.monotonic()
 
     def advance(count: int) -> None:
         nonlocal read, last_report

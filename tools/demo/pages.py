@@ -50,7 +50,8 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
     """
     figure = new_figure((9, 5.2))
     axes = figure.subplots()
-    models, run, entropy = found["models"], found["run"], found["unigram"]["heldout_entropy"]
+    models, run = found["models"], found["run"]
+    entropy = found["unigram"]["heldout_entropy"]
     curves = (("transformer", transformer, TRANSFORMER, "s"), ("fem", fem, FEM, "o"))
     for key, history, colour, marker in curves:
         name, full = NAMES[key], models[key]["heldout_nats_per_token"]
@@ -176,7 +177,8 @@ def _split(root: Path, name: str) -> tuple[str, str]:
     Both texts include the marker. Raises ConfigError if the page does not contain both markers in
     this order.
     """
-    path, begin, end = root / PAGES[name], f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    path = root / PAGES[name]
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)

@@ -227,14 +227,17 @@ class Demo:
 
         The exports and comparisons run in separate processes, several at once.
         """
-        python, check, valid = self.shell.python, self.path("check"), self.path("data", "valid.bin")
-        length, models = ("--length", str(self.config.data.seq_length)), map(self.path, NAMES)
+        python = self.shell.python
+        check, valid = self.path("check"), self.path("data", "valid.bin")
+        length = ("--length", str(self.config.data.seq_length))
+        models = [self.path(name) for name in NAMES]
         export = (python, "-m", "tools.hf", "export")
-        logits = [python, "-m", "tools.demo.megatron_logits", check, valid, *models, *length]
         commands = {
             f"exporting {name}": [*export, self.path(name), self.path("hf", name)] for name in NAMES
         }
-        self.shell.together({**commands, "Megatron's logits": logits}, COMMAND_LIMIT)
+        logits = [python, "-m", "tools.demo.megatron_logits", check, valid, *models, *length]
+        commands["Megatron's logits"] = logits
+        self.shell.together(commands, COMMAND_LIMIT)
         stock = {}
         for name in NAMES:
             files = ("--megatron-logits", f"{check}/{name}.npy", "--out", f"{check}/{name}.json")
@@ -265,13 +268,20 @@ class Demo:
         """Return all measurements as the contents of ``report.json``."""
         data = self.out / "data"
         manifest = json.loads((data / "manifest.json").read_text())
-        valid, vocabulary = manifest["splits"]["valid"], manifest["tokenizer"]["vocab_size"]
+        valid = manifest["splits"]["valid"]
+        vocabulary = manifest["tokenizer"]["vocab_size"]
         entropy = report.unigram_entropy(data / "valid.bin", vocabulary)
         models = {}
         for name, start in (("fem", self.stopped_at), ("transformer", 0)):
             history = History.read(self.out / name).part(after=start)
             models[name] = report.model_findings(self.models[name], history, valid)
         steps, difference = self.resume
+        parity: dict[str, Any] = {
+            "resume_steps": steps,
+            "resume_relative_loss_difference": difference,
+        }
+        for key in ("logit_difference", "cache_difference"):
+            parity[key] = {name: self.models[name][key] for name in NAMES}
         train, seq_length = self.config.train, self.config.data.seq_length
         return {
             "format": 1,
@@ -280,14 +290,7 @@ class Demo:
                 "heldout_entropy": entropy,
                 "bits_per_byte": report.bits_per_byte(entropy, valid),
             },
-            "parity": {
-                "resume_steps": steps,
-                "resume_relative_loss_difference": difference,
-                **{
-                    key: {name: self.models[name][key] for name in NAMES}
-                    for key in ("logit_difference", "cache_difference")
-                },
-            },
+            "parity": parity,
             "run": {
                 "steps": train.steps,
                 "stopped_at": self.stopped_at,

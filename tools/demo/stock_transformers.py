@@ -111,7 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    tokens, reference = np.fromfile(given.tokens, dtype=np.uint16), np.load(given.megatron_logits)
+    tokens = np.fromfile(given.tokens, dtype=np.uint16)
+    reference = np.load(given.megatron_logits)
     model = AutoModelForCausalLM.from_pretrained(
         given.model, trust_remote_code=True, dtype=torch.float32
     ).eval()

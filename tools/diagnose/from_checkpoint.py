@@ -94,7 +94,8 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     prefix = data or data_of_run(find(checkpoint).manifest["config"]["data"])
     ids = first_tokens(prefix, tokens)
     with megatron_model(checkpoint, len(ids)) as (chunk, model, manifest):
-        if len(wrong := ids[(ids < 0) | (ids >= (model.vocab_size or 0))]):
+        wrong = ids[(ids < 0) | (ids >= (model.vocab_size or 0))]
+        if len(wrong):
             known = f"the token {wrong.max()}, but the model's vocabulary is {model.vocab_size}"
             raise ConfigError(f"{prefix} has {known}: name other data with --data PREFIX")
         row = torch.from_numpy(ids)[None].to(device())

@@ -26,16 +26,19 @@ def table(values: dict[str, float]) -> tuple[list[str], list[str], np.ndarray]:
     cells: dict[tuple[str, tuple[str, str]], float] = {}
     for name, value in values.items():
         *place, part, quantity = name.split("/")
-        row = ", ".join(
-            word.rpartition("_")[0] + " " + str(int(word.rpartition("_")[2])) for word in place
-        )
+        row = ", ".join(_numbered(word) for word in place)
         cells[row, (part, quantity)] = value
     rows = list(dict.fromkeys(row for row, _ in cells))
-    columns = sorted(
-        dict.fromkeys(column for _, column in cells), key=lambda column: column[0] != "mixer"
-    )
+    columns = list(dict.fromkeys(column for _, column in cells))
+    columns.sort(key=lambda column: column[0] != "mixer")
     numbers = np.array([[cells.get((row, column), math.nan) for column in columns] for row in rows])
     return rows, [f"{part}: {_in_words(quantity)}" for part, quantity in columns], numbers
+
+
+def _numbered(word: str) -> str:
+    """Return ``layer_03`` as ``layer 3``."""
+    kind, _, number = word.rpartition("_")
+    return f"{kind} {int(number)}"
 
 
 def _in_words(quantity: str) -> str:
@@ -82,11 +85,10 @@ def shade(numbers: np.ndarray) -> np.ndarray:
     """Map each column's finite numbers to 0 .. 1, and to 0 if all are equal; NaN stays NaN."""
     finite = np.where(np.isfinite(numbers), numbers, np.nan)
     known = np.isfinite(finite).any(axis=0)
-    low, high = (np.full(numbers.shape[1], np.nan) for _ in range(2))
-    low[known], high[known] = (
-        np.nanmin(finite[:, known], axis=0),
-        np.nanmax(finite[:, known], axis=0),
-    )
+    low = np.full(numbers.shape[1], np.nan)
+    high = low.copy()
+    low[known] = np.nanmin(finite[:, known], axis=0)
+    high[known] = np.nanmax(finite[:, known], axis=0)
     span = np.where(high > low, high - low, 1.0)
     shaded: np.ndarray = (finite - low) / span
     return shaded

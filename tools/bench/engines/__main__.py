@@ -91,7 +91,8 @@ class Bench:
             self.leave_out(name, str(error))
             return
         keep(measured)
-        done, elapsed = sum(map(len, self.measured.values())), time.monotonic() - self.began
+        done = sum(map(len, self.measured.values()))
+        elapsed = time.monotonic() - self.began
         which = f"{name}, round {len(before) + 1} of {self.rounds}"
         took = f"{statistics.median(measured.seconds):.3f} s a step"
         rest = elapsed / done * sum(not self.ended(other) for other in later)
@@ -109,13 +110,14 @@ class Bench:
 
     def figures(self) -> dict[str, Figures | str]:
         """Return variant -> its figures, or the reason why none exist."""
-        return {
-            name: self.cannot[name]
-            if name in self.cannot
-            else of(replace(self.job, variant=name), self.measured[name], cuda=self.cuda)
-            for name in self.names
-            if name in self.cannot or name in self.measured
-        }
+        found: dict[str, Figures | str] = {}
+        for name in self.names:
+            if name in self.cannot:
+                found[name] = self.cannot[name]
+            elif name in self.measured:
+                job = replace(self.job, variant=name)
+                found[name] = of(job, self.measured[name], cuda=self.cuda)
+        return found
 
     @cached_property
     def machine(self) -> dict[str, Any]:

@@ -64,11 +64,9 @@ class Figures:
 
         None if the peak is unknown.
         """
-        return (
-            self.tokens / self.step * self.flops_per_token / self.peak_flops
-            if self.peak_flops
-            else None
-        )
+        if not self.peak_flops:
+            return None
+        return self.tokens / self.step * self.flops_per_token / self.peak_flops
 
 
 def of(job: Job, rounds: Sequence[Round], *, cuda: bool) -> Figures:
@@ -135,18 +133,17 @@ def table(measured: Mapping[str, Figures | str]) -> str:
     found = measured.get(BASELINE)
     base = None if isinstance(found, str) else found
     hosts = any(isinstance(each, Figures) and each.hosts is not None for each in measured.values())
-    columns = [
-        *COLUMNS,
-        *(["host, MiB"] if hosts else []),
-        *(["cannot run"] if any(isinstance(f, str) for f in measured.values()) else []),
-    ]
+    columns = list(COLUMNS)
+    if hosts:
+        columns.append("host, MiB")
+    if any(isinstance(each, str) for each in measured.values()):
+        columns.append("cannot run")
     rows = []
     for name, each in measured.items():
-        cells = (
-            [name, *([""] * (len(columns) - 2)), each]
-            if isinstance(each, str)
-            else _cells(name, each, base, hosts)
-        )
+        if isinstance(each, str):
+            cells = [name, *([""] * (len(columns) - 2)), each]
+        else:
+            cells = _cells(name, each, base, hosts)
         rows.append([*cells, *([""] * (len(columns) - len(cells)))])
     return runner.table(columns, rows)
 

@@ -206,7 +206,10 @@ def _watch(ranks: Ranks, until: float, log: Log, partial: Partial) -> Round:
 
     Raises CannotRun.
     """
-    job, reported, late, measured = ranks.job, 0, False, None
+    job = ranks.job
+    reported = 0  # steps
+    late = False
+    measured = None
     while True:
         ended, rows = ranks.ended, ranks.rows()
         for number, row in enumerate(rows[reported:], reported + 1):
@@ -234,20 +237,21 @@ def _watch(ranks: Ranks, until: float, log: Log, partial: Partial) -> Round:
 
 def _round(ranks: Ranks, rows: list[dict[str, float]]) -> Round:
     """Return the measurements from the metrics of the steps so far."""
-    peak, cuda = int(rows[-1]["peak_memory_bytes"]), platform.has_cuda()
-    return Round(
-        tuple(row["step_seconds"] for row in rows[ranks.job.warmup :]),
-        peak if cuda else peak - libraries_bytes(VARIANTS[ranks.job.variant].name),
-        tuple(ranks.peaks) if cuda else None,
-        rows[-1]["loss"],
-    )
+    seconds = tuple(row["step_seconds"] for row in rows[ranks.job.warmup :])
+    peak = int(rows[-1]["peak_memory_bytes"])
+    loss = rows[-1]["loss"]
+    if platform.has_cuda():
+        return Round(seconds, peak, tuple(ranks.peaks), loss)
+    libraries = libraries_bytes(VARIANTS[ranks.job.variant].name)
+    return Round(seconds, peak - libraries, None, loss)
 
 
 def _line(job: Job, number: int, row: dict[str, float]) -> str:
     """Return the line of progress of a step."""
     steps = job.warmup + job.steps
     untimed = "" if number > job.warmup else " (not timed)"
-    seconds, tokens = row["step_seconds"], plan_of(job, cuda=False).schedule.step_tokens
+    seconds = row["step_seconds"]
+    tokens = plan_of(job, cuda=False).schedule.step_tokens
     rest = duration((steps - number) * seconds)
     rate = f"{tokens / seconds:,.0f} tokens/s"
     return f"step {number} of {steps}{untimed}: {seconds:.3f} s, {rate}, about {rest} to go"

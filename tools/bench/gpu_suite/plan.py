@@ -121,12 +121,13 @@ def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
     """
     planned = list(planned)
     groups = [(TOGETHER_SHARE, [task for task in planned if task.together])]
-    groups += [
-        (share, [task for task in planned if task.part == part and not task.together])
-        for part, share in SHARES.items()
-    ]
-    groups = [group for group in groups if group[1]]
-    full, used, found = sum(share for share, _ in groups), 0.0, []
+    alone = [task for task in planned if not task.together]
+    for part, share in SHARES.items():
+        groups.append((share, [task for task in alone if task.part == part]))
+    groups = [(share, tasks) for share, tasks in groups if tasks]
+    full = sum(share for share, _ in groups)
+    used = 0.0
+    found = []
     for share, tasks in groups:
         used += share / full
         found.append(Phase(tasks, min(1.0, used) * seconds, together=tasks[0].together))
@@ -169,7 +170,9 @@ def tasks(
             kept.append(task)
         else:
             gaps[_what(task)] = reason
-    return (list(_few(kept, ops or DRY_OPS)) if dry else kept), gaps
+    if dry:
+        kept = list(_few(kept, ops or DRY_OPS))
+    return kept, gaps
 
 
 def _cannot(task: Task, device: torch.device) -> str | None:
@@ -179,8 +182,10 @@ def _cannot(task: Task, device: torch.device) -> str | None:
         return engines.lacks(engines.Job.from_json(task.arguments)) or _too_large(task, device)
     if task.kind == "train":
         return _lacks_trainer(task)
-    if task.kind == "sanitize" and (device.type != "cuda" or which("compute-sanitizer") is None):
-        return "no GPU" if device.type != "cuda" else "compute-sanitizer is not installed"
+    if task.kind == "sanitize" and device.type != "cuda":
+        return "no GPU"
+    if task.kind == "sanitize" and which("compute-sanitizer") is None:
+        return "compute-sanitizer is not installed"
     implementation = task.arguments.get("implementation", "auto")
     return None if implementation == "auto" else lacks(_op_of(task), implementation, device)
 
@@ -191,7 +196,8 @@ def _lacks_trainer(task: Task) -> str | None:
         missing = platform.lacks_graphs()
     elif any(setting.startswith("train.fp8=") for setting in settings):
         missing = platform.lacks_fp8()
-    return engines.lacks_package() or (missing and f"it needs {missing}")
+    needed = f"it needs {missing}" if missing else None
+    return engines.lacks_package() or needed
 
 
 def _too_large(task: Task, device: torch.device) -> str | None:

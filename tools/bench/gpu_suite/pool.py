@@ -178,7 +178,9 @@ class Clock:
     """Clock of the suite, with the longest duration so far of the tasks of each kind."""
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
-        self.now, self.began, self.budget = now, now(), 60 * minutes
+        self.now = now
+        self.began = now()
+        self.budget = 60 * minutes
         self.longest: dict[tuple[str, str], float] = {}  # (kind, part) -> seconds
 
     @property
@@ -192,10 +194,8 @@ class Clock:
         This is the maximum of the tasks of its kind so far, limited to between a third and three
         times the task's own estimate.
         """
-        return min(
-            MARGIN * task.seconds,
-            max(self.longest.get((task.kind, task.part), task.seconds), task.seconds / MARGIN),
-        )
+        longest = self.longest.get((task.kind, task.part), task.seconds)
+        return min(MARGIN * task.seconds, max(longest, task.seconds / MARGIN))
 
     def fits(self, task: Task, until: float) -> bool:
         """Return True if the task is expected to end before ``until`` seconds after the start."""
@@ -211,14 +211,8 @@ class Clock:
         until: end of the phase in seconds after the start.
         """
         longest = max(LIMIT, MARGIN * task.seconds)
-        return max(
-            1.0,
-            min(
-                longest,
-                max(MARGIN * self.expected(task), until - self.elapsed),
-                self.budget - self.elapsed,
-            ),
-        )
+        wanted = max(MARGIN * self.expected(task), until - self.elapsed)
+        return max(1.0, min(longest, wanted, self.budget - self.elapsed))
 
     def took(self, task: Task, seconds: float) -> None:
         """Record the duration of a task."""
@@ -239,7 +233,10 @@ class Work:
 
     def __init__(self, phase: Phase, clock: Clock, report: Report) -> None:
         self.until, self.clock, self.report = phase.until, clock, report
-        self.lock, self.stopped, self.gone, self.at_once = threading.Lock(), False, 0, 1
+        self.lock = threading.Lock()
+        self.stopped = False
+        self.gone = 0  # consecutive workers that did not find the GPU
+        self.at_once = 1  # workers that perform tasks at the same time
         units: dict[str, list[Task]] = {}
         for task in phase.tasks:
             units.setdefault(task.unit or task.name, []).append(task)
@@ -285,17 +282,16 @@ class Work:
 
     def _perform(self, worker: Worker) -> None:
         while (unit := self._next(worker)) is not None:
-            for task in unit:
+            for place, task in enumerate(unit):
                 with self.lock:
                     if self.stopped or self.gone >= GONE or not self.clock.fits(task, self.until):
                         self.left_out.append(task)
                         continue
                 began = self.clock.now()
                 answer = worker.ask(task, self.clock.limit(task, self.until))
+                took = self.clock.now() - began
                 if not self.stopped:
-                    self._take(
-                        task, answer, self.clock.now() - began, len(unit) - unit.index(task) - 1
-                    )
+                    self._take(task, answer, took, of_unit=len(unit) - place - 1)
 
     def _next(self, worker: Worker) -> list[Task] | None:
         with self.lock:
@@ -314,8 +310,5 @@ class Work:
             waiting = [other for unit in self.waiting for other in unit]
             ahead = sum(self.clock.expected(other) for other in waiting) / self.at_once
             outcome = Outcome(task, answer.get("result"), answer.get("gap"), took)
-            self.report(
-                outcome,
-                len(waiting) + of_unit,
-                max(0.0, min(ahead, self.until - self.clock.elapsed)),
-            )
+            seconds = max(0.0, min(ahead, self.until - self.clock.elapsed))
+            self.report(outcome, len(waiting) + of_unit, seconds)

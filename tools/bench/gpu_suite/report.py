@@ -214,8 +214,10 @@ def operations(results: Results) -> str:
     for name, workload in WORKLOADS.items():
         for implementation in dict.fromkeys(how for what, how, _ in results.ops if what == name):
             for tokens in results.lengths(name, implementation):
-                side, best = results.ops[name, implementation, tokens], results.best(name, tokens)
-                ratio, roofs = results.ratio(name, implementation, tokens), results.roofs
+                side = results.ops[name, implementation, tokens]
+                best = results.best(name, tokens)
+                ratio = results.ratio(name, implementation, tokens)
+                roofs = results.roofs
                 size = workload.size(tokens, TOKENS_A_CALL)
                 row = [
                     name,
@@ -224,16 +226,18 @@ def operations(results: Results) -> str:
                     implementation,
                 ]
                 row += [_ms(side.forward.seconds), _ms(side.both.seconds), f"{side.spread:.1%}"]
-                row += (
-                    [*(f"{part:.2f}" for part in ratio), best[0]]
-                    if ratio and best
-                    else ["", "", ""]
-                )
-                seconds, flops, moved = side.both.seconds, side.flops[1], side.bytes[1]
-                row.append(
-                    f"{flops / seconds / roofs['matmul_flops']:.0%}" if roofs and flops else ""
-                )
-                row.append(f"{moved / seconds / roofs['copy_bytes']:.0%}" if roofs else "")
+                if ratio and best:
+                    row += [*(f"{part:.2f}" for part in ratio), best[0]]
+                else:
+                    row += ["", "", ""]
+                seconds = side.both.seconds
+                flops, moved = side.flops[1], side.bytes[1]
+                of_matmul = of_copy = ""
+                if roofs and flops:
+                    of_matmul = f"{flops / seconds / roofs['matmul_flops']:.0%}"
+                if roofs:
+                    of_copy = f"{moved / seconds / roofs['copy_bytes']:.0%}"
+                row += [of_matmul, of_copy]
                 rows.append(row)
     columns = [
         "operation",
@@ -359,11 +363,11 @@ def draw(results: Results, title: str, path: Path) -> bool:
     """
     ratios = {}
     for name in WORKLOADS:
-        found = [
-            (tokens, ratio[1])
-            for tokens in LENGTHS
-            if (ratio := results.ratio(name, "auto", tokens))
-        ]
+        found = []
+        for tokens in LENGTHS:
+            ratio = results.ratio(name, "auto", tokens)
+            if ratio:
+                found.append((tokens, ratio[1]))
         if found:
             ratios[name] = found
     sides = _by_side(results)

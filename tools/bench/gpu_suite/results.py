@@ -165,9 +165,11 @@ class Record:
             for task in planned
             if task.name not in settled or (task.kind == "train" and task.unit in units)
         ]
-        return sorted(
-            wanted, key=lambda task: task.name in self.outcomes and task.unit not in units
-        )
+
+        def failed_alone(task: Task) -> bool:
+            return task.name in self.outcomes and task.unit not in units
+
+        return sorted(wanted, key=failed_alone)
 
 
 @dataclass(frozen=True)
@@ -205,23 +207,20 @@ class Results:
         for outcome in self.outcomes:
             if outcome.gap is None:
                 self._take(outcome.task, outcome.result)
-        self.findings = [
-            finding
-            for outcome in self.outcomes
-            if outcome.task.kind == "correctness"
-            for finding in outcome.findings
-        ]
+        self.findings = []
+        for outcome in self.outcomes:
+            if outcome.task.kind == "correctness":
+                self.findings += outcome.findings
 
     def _take(self, task: Task, result: Any) -> None:
         requested = task.arguments
         if task.kind == "op":
-            self.ops[
-                requested["workload"], requested["implementation"], requested["size"]["tokens"]
-            ] = Speed.from_json(result)
+            workload, implementation = requested["workload"], requested["implementation"]
+            tokens = requested["size"]["tokens"]
+            self.ops[workload, implementation, tokens] = Speed.from_json(result)
         elif task.kind == "baseline":
-            self.baselines[requested["baseline"], Size(**requested["size"])] = Speed.from_json(
-                result
-            )
+            size = Size(**requested["size"])
+            self.baselines[requested["baseline"], size] = Speed.from_json(result)
         elif task.kind == "model":
             cost = StepCost.from_json(result)
             self.models[requested["scale"], requested["variant"], requested["recompute"]] = cost
@@ -262,7 +261,8 @@ class Results:
 
         Return None if the implementation or all baselines were not measured.
         """
-        own, best = self.ops.get((workload, implementation, tokens)), self.best(workload, tokens)
+        own = self.ops.get((workload, implementation, tokens))
+        best = self.best(workload, tokens)
         return None if own is None or best is None else own.ratios(best[1])
 
     def same_engine(self, workload: str, tokens: int) -> Iterator[tuple[str, float, Speed]]:
@@ -297,11 +297,9 @@ class Results:
         Separate documents do not attend to each other. Return None if one of the two was not
         measured.
         """
-        return (
-            self._per_token((scale, variant, False), (PACKED[scale], variant, False))
-            if scale in PACKED
-            else None
-        )
+        if scale not in PACKED:
+            return None
+        return self._per_token((scale, variant, False), (PACKED[scale], variant, False))
 
     def _per_token(self, model: tuple[str, str, bool], base: tuple[str, str, bool]) -> float | None:
         own, other = self.models.get(model), self.models.get(base)
@@ -314,7 +312,8 @@ class Results:
 
         The peak is that of the data sheet if the device is known, else the measured one.
         """
-        found, listed = self.models.get((scale, variant, recompute)), peak_tflops(self.device_name)
+        found = self.models.get((scale, variant, recompute))
+        listed = peak_tflops(self.device_name)
         peak = listed * 1e12 if listed else (self.roofs or {}).get("matmul_flops")
         return found.utilisation(peak) if found and peak else None
 
@@ -371,11 +370,9 @@ class Results:
         """
         fem = self.throughput.get(f"fem_sm_{scale}")
         base = self.throughput.get(f"transformer_{scale}")
-        return (
-            None
-            if fem is None or base is None
-            else (fem.step / fem.tokens) / (base.step / base.tokens)
-        )
+        if fem is None or base is None:
+            return None
+        return (fem.step / fem.tokens) / (base.step / base.tokens)
 
     def _trainer_mfu(self, name: str) -> float | None:
         return self.throughput[name].mfu if name in self.throughput else None
@@ -395,7 +392,9 @@ class Results:
         """
         entries = []
         for name, workload in WORKLOADS.items():
-            for tokens in LENGTHS if workload.op == "fem_attention" else ():
+            if workload.op != "fem_attention":
+                continue
+            for tokens in LENGTHS:
                 sides = {engine: self.ops.get((name, engine, tokens)) for engine in ENGINES}
                 times = {
                     engine: round(1e6 * side.both.seconds, 1)

@@ -197,10 +197,10 @@ class Step:
             }
             for (backward, kind, kernel), (launches, traffic) in kernels_of(self).items()
         ]
-        found["milliseconds"] = {
-            roof.name: {name: 1e3 * time for name, time in self.time(roof).seconds.items()}
-            for roof in ROOFS
-        }
+        found["milliseconds"] = {}
+        for roof in ROOFS:
+            seconds = self.time(roof).seconds
+            found["milliseconds"][roof.name] = {name: 1e3 * time for name, time in seconds.items()}
         return found
 
 

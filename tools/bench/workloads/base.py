@@ -252,11 +252,10 @@ def needs_gpu(device: torch.device) -> str | None:
 
 def needs_fla(device: torch.device) -> str | None:
     """Return the reason why flash-linear-attention's kernels cannot run on ``device``, or None."""
-    return needs_gpu(device) or (
-        None
-        if find_spec("fla") is not None
-        else "the package flash-linear-attention is not installed"
-    )
+    reason = needs_gpu(device)
+    if reason is None and find_spec("fla") is None:
+        return "the package flash-linear-attention is not installed"
+    return reason
 
 
 ATTENTION = per_pair(lambda size: size.key + size.value)
@@ -278,20 +277,16 @@ def _attention(
     return Baseline(f"attention: {label}", attention_inputs, call, ATTENTION, lacks, engine)
 
 
-STANDARD_ATTENTION = {
-    baseline.name: baseline
-    for baseline in (
-        _attention("torch's choice", _torchs([]), lambda device: None, "sdpa"),
-        *(
-            _attention(f"SDPA {name}", _torchs([backend]), needs_gpu, name)
-            for name, backend in SDPA.items()
-        ),
-        *(
-            _attention(label, _by_engine(name), ENGINES[name].lacks, name)
-            for name, label in OTHER_ENGINES.items()
-        ),
-    )
-}
+def _standard_attention() -> list[Baseline]:
+    found = [_attention("torch's choice", _torchs([]), lambda device: None, "sdpa")]
+    for name, backend in SDPA.items():
+        found.append(_attention(f"SDPA {name}", _torchs([backend]), needs_gpu, name))
+    for name, label in OTHER_ENGINES.items():
+        found.append(_attention(label, _by_engine(name), ENGINES[name].lacks, name))
+    return found
+
+
+STANDARD_ATTENTION = {baseline.name: baseline for baseline in _standard_attention()}
 
 
 # --- flash-linear-attention ---------------------------------------------------------------------

@@ -96,6 +96,22 @@ _SAME = dict.fromkeys(
 )
 _TWICE = dict.fromkeys(STANDARD_ATTENTION, lambda size: size.wider(2))
 
+
+def _fem_read(name: str, *, key: int, value: int, small: tuple[int, int, int]) -> Workload:
+    return Workload(
+        name,
+        "fem_attention",
+        _fem_inputs,
+        by_name(fem_attention),
+        FEM_READ,
+        16,
+        key,
+        value,
+        small,
+        _TWICE,
+    )
+
+
 SMALL = (2, 32, 32)
 HYPERSET: dict[str, Any] = {
     "op": "symmetric_attention",
@@ -108,24 +124,8 @@ HYPERSET: dict[str, Any] = {
 
 READS = (
     # FEM-SM's read at 1.3B and at 340M.
-    *(
-        Workload(
-            name,
-            "fem_attention",
-            _fem_inputs,
-            by_name(fem_attention),
-            FEM_READ,
-            16,
-            key,
-            value,
-            small,
-            _TWICE,
-        )
-        for name, key, value, small in (
-            ("fem_attention", 128, 64, (2, 32, 16)),
-            ("fem_attention, narrow", 64, 32, (2, 16, 8)),
-        )
-    ),
+    _fem_read("fem_attention", key=128, value=64, small=(2, 32, 16)),
+    _fem_read("fem_attention, narrow", key=64, value=32, small=(2, 16, 8)),
     # CEM's attention with the diagonal shared by the heads: a score and a read per pair and head,
     # and the diagonal's score once, as wide as the model.
     Workload(
