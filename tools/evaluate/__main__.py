@@ -257,10 +257,9 @@ def named(words: list[str]) -> list[tuple[str, Path]]:
         if given and not name:
             raise ConfigError(f"{word}: expected NAME=MODEL")
         found.append((name, Path(after)) if given else ("", Path(word)))
-    parts = [
-        [part for part in path.resolve().parts if part not in ("/", "checkpoints")]
-        for _, path in found
-    ]
+    parts = []
+    for _, path in found:
+        parts.append([part for part in path.resolve().parts if part not in ("/", "checkpoints")])
     names: list[str] = []
     for (name, path), own in zip(found, parts, strict=True):
         rivals = [other for other in parts if other is not own]

@@ -198,11 +198,12 @@ def children(index: dict[str, Any], name: str) -> list[str]:
     if "group" not in config:
         return [name]
     members = config["task"] if isinstance(config["task"], list) else [config["task"]]
-    names = [
-        member if isinstance(member, str) else member.get("task", member.get("group"))
-        for member in members
-    ]
-    return [below for child in names if isinstance(child, str) for below in children(index, child)]
+    found = []
+    for member in members:
+        child = member if isinstance(member, str) else member.get("task", member.get("group"))
+        if isinstance(child, str):
+            found += children(index, child)
+    return found
 
 
 def _leaves(index: dict[str, Any], name: str) -> list[Leaf]:
@@ -227,11 +228,10 @@ def _check(task: SuiteTask, tasks: Tasks) -> None:
     known: dict[str, bool | None] = {}
     for leaf in leaves:
         known |= leaf.metrics
-    listed = (
-        [str(item["metric"]) for item in entry.cfg.get("aggregate_metric_list") or []]
-        if group
-        else list(known)
-    )
+    listed = list(known)
+    if group:
+        aggregated = entry.cfg.get("aggregate_metric_list") or []
+        listed = [str(item["metric"]) for item in aggregated]
     if listed and metric not in listed:
         raise ConfigError(
             f"{task.name}: {task.task} has no metric {metric};"
@@ -331,6 +331,19 @@ def require(tasks: Tasks, command: str, stream: TextIO) -> None:
     )
 
 
+@dataclass(frozen=True)
+class _Lost:
+    """Data that cannot be loaded, for one task that needs it.
+
+    why: the reason; empty if the data is simply absent. configuration: that of the data set.
+    """
+
+    what: str
+    why: str
+    configuration: str | None
+    task: str
+
+
 def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
     """Return the data sets that cannot be loaded, in the order of the suite.
 
@@ -348,30 +361,33 @@ def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
         for leaf in leaves:
             if leaf.data is not None:
                 wanted.setdefault(leaf.data, {})[name] = None
-    # Data set, reason, configuration, task.
-    lost: list[tuple[str, str, str | None, str]] = []
+    lost: list[_Lost] = []
     with quiet():
         for data, names in wanted.items():
             if data.path in LOCAL_FORMATS:
                 gone = [file for file in local_files(data) if not Path(file).is_file()]
                 if gone:
                     why = "a relative path is relative to the working directory"
-                    lost += [(f"the file {gone[0]}", why, None, name) for name in names]
-            elif (reason := why_not_loaded(data, stream)) is not None:
-                lost += [(data.path, reason, data.config, name) for name in names]
+                    lost += [_Lost(f"the file {gone[0]}", why, None, name) for name in names]
+                continue
+            reason = why_not_loaded(data, stream)
+            if reason is not None:
+                lost += [_Lost(data.path, reason, data.config, name) for name in names]
         counting = [
             name
             for name, leaves in tasks.leaves.items()
             if any(leaf.folder.name == "ifeval" for leaf in leaves)
         ]
         if counting and not sentences_counted():
-            lost += [(f"nltk's {PUNKT_NAME}", "", None, name) for name in counting]
+            lost += [_Lost(f"nltk's {PUNKT_NAME}", "", None, name) for name in counting]
     entries = []
-    for what, why in dict.fromkeys(entry[:2] for entry in lost):
-        own = [entry[2:] for entry in lost if entry[:2] == (what, why)]
-        configurations = [name for name in dict.fromkeys(name for name, _ in own) if name]
-        suffix = f" ({first_few(configurations, 3)})" if all(name for name, _ in own) else ""
-        entries.append((what + suffix, list(dict.fromkeys(task for _, task in own)), why))
+    for what, why in dict.fromkeys((entry.what, entry.why) for entry in lost):
+        own = [entry for entry in lost if (entry.what, entry.why) == (what, why)]
+        configurations = [entry.configuration for entry in own if entry.configuration]
+        suffix = ""
+        if len(configurations) == len(own):
+            suffix = f" ({first_few(list(dict.fromkeys(configurations)), 3)})"
+        entries.append((what + suffix, list(dict.fromkeys(entry.task for entry in own)), why))
     return entries
 
 
@@ -404,13 +420,11 @@ def why_not_loaded(data: DataSet, stream: TextIO) -> str | None:
 def local_files(data: DataSet) -> list[str]:
     """Return the paths of the files that a data set of local files lists, without patterns."""
     files = json.loads(data.options).get("data_files") or []
-    named = list(files.values()) if isinstance(files, dict) else [files]
-    return [
-        str(file)
-        for entry in named
-        for file in (entry if isinstance(entry, list) else [entry])
-        if "*" not in str(file)
-    ]
+    entries = list(files.values()) if isinstance(files, dict) else [files]
+    paths = []
+    for entry in entries:
+        paths += entry if isinstance(entry, list) else [entry]
+    return [str(path) for path in paths if "*" not in str(path)]
 
 
 def sentences_counted() -> bool:

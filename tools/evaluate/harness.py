@@ -206,9 +206,8 @@ class Adaptor(HFLM):
         ]
         rows = [torch.tensor(row) for row in ids]
         masks = [torch.ones_like(row) for row in rows]
-        return pad_sequence(rows, True, self.tokenizer.pad_token_id, padding_side), pad_sequence(
-            masks, True, 0, padding_side
-        )
+        padded = pad_sequence(rows, True, self.tokenizer.pad_token_id, padding_side)
+        return padded, pad_sequence(masks, True, 0, padding_side)
 
     def keep_in(self, answers: Answers) -> None:
         """Use ``answers`` as the store of all following answers."""
@@ -281,9 +280,9 @@ class Adaptor(HFLM):
         separately.
         """
         both: tuple[list[int], list[int]] = super()._encode_pair(context, continuation)
-        return (
-            both if both[1] else (both[0], self.tok_encode(continuation, add_special_tokens=False))
-        )
+        if both[1]:
+            return both
+        return both[0], self.tok_encode(continuation, add_special_tokens=False)
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None

@@ -251,7 +251,8 @@ class Text:
             return
         for start, end in self.spans():
             if end > start:
-                yield start - (start > 0 and int(self.ids[start - 1]) == eod), end
+                preceded = start > 0 and int(self.ids[start - 1]) == eod
+                yield start - 1 if preceded else start, end
 
 
 def open_text(prefix: Path) -> Text:
@@ -344,11 +345,10 @@ def _entries(raw: dict[str, Any]) -> list[tuple[str, int]]:
     A Unigram model has a list of [token, score], in which ids are positions.
     """
     vocabulary = raw.get("model", {}).get("vocab", {})
-    pairs = (
-        list(vocabulary.items())
-        if isinstance(vocabulary, dict)
-        else [(token, i) for i, (token, _) in enumerate(vocabulary)]
-    )
+    if isinstance(vocabulary, dict):
+        pairs = list(vocabulary.items())
+    else:
+        pairs = [(token, i) for i, (token, _) in enumerate(vocabulary)]
     return pairs + [(token["content"], token["id"]) for token in raw.get("added_tokens", [])]
 
 
@@ -372,7 +372,8 @@ class Kept:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self.sums = path, dict[str, Sums]()
+        self.path = path
+        self.sums: dict[str, Sums] = {}
         if path is None:
             return
         # A file that cannot be read costs only time: the measurement starts from the first token.

@@ -129,10 +129,12 @@ def _losses(
     import torch
 
     longest = max(map(len, batch))
-    read, wanted = np.zeros((len(batch), longest), dtype=np.int64), []
+    read = np.zeros((len(batch), longest), dtype=np.int64)
+    wanted = []
     for row, window in enumerate(batch):
         ids = text.ids[window.begin : window.end + 1].astype(np.int64)
-        if len(wrong := np.flatnonzero((ids >= vocabulary(opened)) | (ids < 0))):
+        wrong = np.flatnonzero((ids >= vocabulary(opened)) | (ids < 0))
+        if len(wrong):
             raise ConfigError(
                 f"data {text.prefix} has the token {ids[wrong[0]]} at"
                 f" {window.begin + int(wrong[0])}, but the model has {vocabulary(opened)}: name"
@@ -149,12 +151,14 @@ def _losses(
         for row, (window, targets) in enumerate(zip(batch, wanted, strict=True)):
             scored = logits[row, window.first - window.begin - 1 : len(window)]
             answers = torch.from_numpy(targets).to(device)
-            pieces = [
-                torch.nn.functional.cross_entropy(
-                    scored[i : i + rows].to(wide), answers[i : i + rows], reduction="none"
+            pieces = []
+            for begin in range(0, len(answers), rows):
+                part = slice(begin, begin + rows)
+                pieces.append(
+                    torch.nn.functional.cross_entropy(
+                        scored[part].to(wide), answers[part], reduction="none"
+                    )
                 )
-                for i in range(0, len(answers), rows)
-            ]
             found.append(torch.cat(pieces).double().cpu().numpy())
     for window, losses in zip(batch, found, strict=True):
         if not np.isfinite(losses).all():
@@ -216,15 +220,24 @@ def heldout_result(
     kept = Kept(None if out is None else out / f".{task.name or task.task}.partial.json")
     found = []
     for one in settings:
-        sums = [
+        by_text = [
             measure(opened, text, one, kept, model_key, batch_size=batch_size, stream=stream)
             for text in texts
         ]
-        found.append(sum(sums[1:], sums[0]))
+        found.append(sum(by_text[1:], by_text[0]))
     sizes = [text.text_bytes(opened.tokenizer) for text in texts]
     text_bytes = None if None in sizes else sum(size for size in sizes if size is not None)
     kept.remove()
     raw = [_raw(sums, one, texts, text_bytes) for sums, one in zip(found, settings, strict=True)]
+    subtasks = {}
+    if len(settings) > 1:
+        for sums, one in zip(found, settings, strict=True):
+            subtasks[f"@{one.context}"] = {
+                "value": sums.mean,
+                "stderr": sums.stderr,
+                "n": sums.documents,
+                "chance": None,
+            }
     return {
         "format": FORMAT,
         "model": opened.name,
@@ -237,16 +250,7 @@ def heldout_result(
         "higher_is_better": False,
         "raw": {**raw[-1], "contexts": {str(one["context"]): one for one in raw}},
         "chance": None,
-        "subtasks": {
-            f"@{one.context}": {
-                "value": sums.mean,
-                "stderr": sums.stderr,
-                "n": sums.documents,
-                "chance": None,
-            }
-            for sums, one in zip(found, settings, strict=True)
-            if len(settings) > 1
-        },
+        "subtasks": subtasks,
         "n": found[-1].documents,
         "fewshot": None,
         "version": f"native held-out perplexity, format {FORMAT}",
@@ -306,11 +310,10 @@ def training_length(opened: OpenModel) -> int:
         ConfigError: neither is known.
     """
     section = opened.manifest.get("config", {}).get("data")
-    length = (
-        section["seq_length"]
-        if section
-        else getattr(opened.model.config, "max_position_embeddings", None)
-    )
+    if section:
+        length = section["seq_length"]
+    else:
+        length = getattr(opened.model.config, "max_position_embeddings", None)
     if length is None:
         raise ConfigError(
             f"{opened.name}: no context length is recorded for it: give --context TOKENS (in a"
@@ -433,9 +436,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="write DIR/MODEL/valid_256.json; the same command resumes an interrupted measurement",
     )
     given = parser.parse_args(arguments)
-    for name in ("max_tokens", "batch_size"):
-        if getattr(given, name) is not None and getattr(given, name) < 1 + (name == "max_tokens"):
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: too few")
+    for option, value, least in (
+        ("--max-tokens", given.max_tokens, 2),
+        ("--batch-size", given.batch_size, 1),
+    ):
+        if value is not None and value < least:
+            parser.error(f"{option} {value}: too few")
     again = (
         "the same command resumes where it stopped"
         if given.out
@@ -484,10 +490,7 @@ def _command(given: argparse.Namespace) -> None:
         if folder is not None:
             write_atomically(folder / f"{task.name}.json", json_bytes(result))
         raw = result["raw"]
-        stderr, bits = (
-            "-" if number is None else f"{number:.4f}"
-            for number in (result["stderr"], raw["bits_per_byte"])
-        )
+        stderr, bits = _cell(result["stderr"]), _cell(raw["bits_per_byte"])
         print(
             f"{context:>8} {raw['stride']:>8} {result['value']:>11.4f} {stderr:>8} {bits:>10}"
             f" {raw['tokens']:>12,}",
@@ -499,6 +502,10 @@ def _command(given: argparse.Namespace) -> None:
             " end-of-document token before them, so that their first tokens are not scored",
             file=sys.stderr,
         )
+
+
+def _cell(number: float | None) -> str:
+    return "-" if number is None else f"{number:.4f}"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from fem_common.files import write_atomically
 from fem_common.plot import png
 from fem_common.text import aligned
 
-from .results import Score, read
+from .results import Result, Score, read
 from .suite import Suite, load_suite
 from .table import Point, Table, build, heldout, printed
 
@@ -61,7 +61,8 @@ def markdown(table: Table) -> str:
             " the better rank."
         )
     blocks += [*_rescaled(table), *_heldout(table), "## Columns", _columns(table)]
-    blocks += ["## Notes", "\n".join(f"- {note}" for note in table.notes)] if table.notes else []
+    if table.notes:
+        blocks += ["## Notes", "\n".join(f"- {note}" for note in table.notes)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -83,11 +84,11 @@ def _scores(table: Table) -> str:
     if len(table.rows) > 1:
         heads += ["Avg Rank", "#Top1"]
         for cells, ranked in zip(rows, table.summary(), strict=True):
-            cells += (
-                [MISSING, MISSING]
-                if ranked is None
-                else [f"{printed(ranked[0], 2)}", f"{ranked[1]}"]
-            )
+            if ranked is None:
+                cells += [MISSING, MISSING]
+            else:
+                average, firsts = ranked
+                cells += [str(printed(average, 2)), str(firsts)]
     return _grid_markdown(heads, rows)
 
 
@@ -96,14 +97,10 @@ def _rescaled(table: Table) -> list[str]:
     if not any(row.rescaled for row in table.rows):
         return []
     heads = ["Model", *(_escaped(column.label) for column in columns), "Average"]
-    rows = [
-        [
-            _escaped(row.model),
-            *(number(row.rescaled.get(c.name), 2) for c in columns),
-            number(row.average, 2),
-        ]
-        for row in table.rows
-    ]
+    rows = []
+    for row in table.rows:
+        scores = [number(row.rescaled.get(column.name), 2) for column in columns]
+        rows.append([_escaped(row.model), *scores, number(row.average, 2)])
     note = (
         "0 is guessing or worse, 100 is all answers right; the sub-tasks of BBH and MuSR are"
         " rescaled before they are averaged. Average: mean over the tasks, with the two numbers of"
@@ -147,21 +144,21 @@ def _columns(table: Table) -> str:
         "Better",
         "Measured by",
     ]
-    rows = [
-        [
-            c.label,
-            c.group or MISSING,
-            c.task,
-            c.metric,
-            MISSING if c.fewshot is None else str(c.fewshot),
-            MISSING if c.n is None else str(c.n),
-            MISSING if c.chance is None else str(printed(c.chance)),
-            "higher" if c.higher_is_better else "lower",
-            c.version or MISSING,
+    rows = []
+    for column in table.columns:
+        cells = [
+            column.label,
+            column.group or MISSING,
+            column.task,
+            column.metric,
+            MISSING if column.fewshot is None else str(column.fewshot),
+            MISSING if column.n is None else str(column.n),
+            MISSING if column.chance is None else str(printed(column.chance)),
+            "higher" if column.higher_is_better else "lower",
+            column.version or MISSING,
         ]
-        for c in table.columns
-    ]
-    return _grid_markdown(heads, [[_escaped(cell) for cell in row] for row in rows], "---")
+        rows.append([_escaped(cell) for cell in cells])
+    return _grid_markdown(heads, rows, "---")
 
 
 def _grid_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], side: str = "---:") -> str:
@@ -219,36 +216,42 @@ def _grid(table: Table) -> list[list[str]]:
 
 def as_json(table: Table) -> dict[str, Any]:
     """Return the content of results.json: all data of the table in full precision."""
-    summary = table.summary()
-    ranks = {column.name: table.ranks(column) for column in table.columns}
+    ranks = {column.name: table.ranks(column) for column in table.ranked}
+    models = []
+    for index, (row, ranked) in enumerate(zip(table.rows, table.summary(), strict=True)):
+        average_rank, top1 = ranked or (None, None)
+        results = {}
+        for column in table.columns:
+            name = column.name
+            if name in row.results:
+                rank = ranks[name][index] if name in ranks else None
+                results[name] = _result_json(row.results[name], rank, row.rescaled.get(name))
+        models.append(
+            {
+                "model": row.model,
+                "model_key": row.model_key,
+                "average_rank": average_rank,
+                "top1": top1,
+                "leaderboard_average": _score(row.average),
+                "results": results,
+            }
+        )
     return {
         "format": 1,
         "suite": table.suite,
         "columns": [{**vars(column), "ranked": column in table.ranked} for column in table.columns],
-        "models": [
-            {
-                "model": row.model,
-                "model_key": row.model_key,
-                "average_rank": found[0] if found else None,
-                "top1": found[1] if found else None,
-                "leaderboard_average": _score(row.average),
-                "results": {
-                    c.name: {
-                        **vars(row.results[c.name].score),
-                        "rank": ranks[c.name][index] if c in table.ranked else None,
-                        "rescaled": _score(row.rescaled.get(c.name)),
-                        "subtasks": {
-                            name: vars(part) for name, part in row.results[c.name].subtasks.items()
-                        },
-                        "raw": row.results[c.name].raw,
-                    }
-                    for c in table.columns
-                    if c.name in row.results
-                },
-            }
-            for index, (row, found) in enumerate(zip(table.rows, summary, strict=True))
-        ],
+        "models": models,
         "notes": list(table.notes),
+    }
+
+
+def _result_json(result: Result, rank: int | None, rescaled: Score | None) -> dict[str, Any]:
+    return {
+        **vars(result.score),
+        "rank": rank,
+        "rescaled": _score(rescaled),
+        "subtasks": {name: vars(part) for name, part in result.subtasks.items()},
+        "raw": result.raw,
     }
 
 
@@ -270,13 +273,10 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
 
     table = build(read(folders or [out]), suite)
     curves = picture.heldout(heldout(table))
+    numbers = json.dumps(as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     files = {
         "table.md": markdown(table).encode(),
-        "results.json": (
-            (
-                json.dumps(as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-            ).encode()
-        ),
+        "results.json": numbers.encode(),
         "table.png": png(picture.scores(table)),
     }
     if curves is not None:

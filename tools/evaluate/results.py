@@ -214,12 +214,15 @@ def harness_result(column: SuiteTask, requested: Any) -> dict[str, Any]:
         raise ConfigError(f"{column.task} gave no {column.metric}; it gave {', '.join(given)}")
     error = metric.replace(",", "_stderr,", 1)
     parts = {name: count for name, count in requested.counts.items() if name != column.task}
-    chances = {
-        name: column.subtask_chance.get(
-            name, requested.chance.get(name) if column.chance is None else column.chance
-        )
-        for name in parts
-    }
+    chances = {}
+    for name in parts:
+        default = requested.chance.get(name) if column.chance is None else column.chance
+        chances[name] = column.subtask_chance.get(name, default)
+    chance = column.chance
+    if chance is None and parts:
+        chance = _weighted(chances, parts)
+    elif chance is None:
+        chance = requested.chance.get(column.task)
     total = sum(requested.counts.values())
     return {
         "format": FORMAT,
@@ -230,13 +233,7 @@ def harness_result(column: SuiteTask, requested: Any) -> dict[str, Any]:
         "stderr": scores.get(error),
         "higher_is_better": column.higher_is_better,
         "raw": scores,
-        "chance": (
-            column.chance
-            if column.chance is not None
-            else _weighted(chances, parts)
-            if parts
-            else requested.chance.get(column.task)
-        ),
+        "chance": chance,
         "subtasks": {
             name: {
                 "value": requested.scores[name][metric],
@@ -364,7 +361,8 @@ def read_one(file: Path) -> Result:
             f"{file}: not a result of an evaluation, or a result of another version (format"
             f" {found_format!r}, expected {FORMAT})"
         )
-    scores, texts = (tuple(item.name for item in fields(kind)) for kind in (Score, Written))
+    scores = tuple(item.name for item in fields(Score))
+    texts = tuple(item.name for item in fields(Written))
     missing = [key for key in (*texts[:7], *scores) if key not in raw]
     if missing:
         raise ScoreError(f"{file}: has no {missing[0]!r}: evaluate again")
@@ -373,10 +371,10 @@ def read_one(file: Path) -> Result:
         written = build(Written, {key: raw[key] for key in texts if key in raw}, file)
     except ConfigError as error:
         raise ScoreError(f"{str(error).splitlines()[0]}: evaluate again") from None
-    for place, one in {
-        "": score,
-        **{f"subtasks.{name}.": part for name, part in written.subtasks.items()},
-    }.items():
+    placed = {"": score}
+    for name, part in written.subtasks.items():
+        placed[f"subtasks.{name}."] = part
+    for place, one in placed.items():
         if written.higher_is_better and not 0.0 <= one.value <= 1.0:
             raise ScoreError(
                 f"{file}: {place}value = {one.value:g}: expected a share of right answers in 0 .. 1"

@@ -72,7 +72,9 @@ def plan(
     Raises:
         ConfigError: an existing result is of another model, suite or setting.
     """
-    jobs, complaints, done = [], [], 0
+    jobs = []
+    complaints = []
+    done = 0
     for model in models:
         for columns in grouped_columns(suite):
             if columns[0].kind == "heldout":

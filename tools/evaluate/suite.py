@@ -156,7 +156,8 @@ def _named(task: SuiteTask, at: str) -> SuiteTask:
     if not task.task:
         raise ConfigError(f"{at}.task: expected the name of a task")
     name = task.name or task.task
-    if wrong := _names_a_file(name):
+    wrong = _names_a_file(name)
+    if wrong:
         raise ConfigError(f"{at}: {name!r} {wrong}; set a valid one with name:")
     held = [
         key for key in ("data", "context_lengths", "stride", "max_tokens") if getattr(task, key)

@@ -156,22 +156,23 @@ class Table:
         sign = 1 if column.higher_is_better else -1
         best, *others = sorted(scores, key=lambda index: -sign * scores[index].value)
         first = scores[best]
-        significant = [
-            sign * (first.value - scores[other].value)
-            > math.hypot(first.stderr or 0.0, scores[other].stderr or 0.0)
-            for other in others
-        ]
-        return best if all(significant) else None
+        for index in others:
+            other = scores[index]
+            error = math.hypot(first.stderr or 0.0, other.stderr or 0.0)
+            if not sign * (first.value - other.value) > error:
+                return None
+        return best
 
     def summary(self) -> list[tuple[float, int] | None]:
         """Return (average rank, number of first ranks) of each row over the ranked columns.
 
         The values are None if no column is ranked.
         """
-        return summary(
-            [[row.results[c.name].score.value for c in self.ranked] for row in self.rows],
-            [c.higher_is_better for c in self.ranked],
-        )
+        columns = self.ranked
+        scores = []
+        for row in self.rows:
+            scores.append([row.results[column.name].score.value for column in columns])
+        return summary(scores, [column.higher_is_better for column in columns])
 
 
 def _cut(result: Result) -> list[Any]:
@@ -210,10 +211,14 @@ def heldout(table: Table) -> dict[str, dict[str, list[Point]]]:
                 score = result.subtasks.get(f"@{length}", result.score)
                 point = Point(int(length), score, raw["bits_per_byte"])
                 found.setdefault(_text(raw), {}).setdefault(row.model, {})[point.context] = point
-    return {
-        text: {model: [points[length] for length in sorted(points)] for model, points in by.items()}
-        for text, by in found.items()
-    }
+    curves: dict[str, dict[str, list[Point]]] = {}
+    for text, by_model in found.items():
+        curves[text] = {model: _by_context(points) for model, points in by_model.items()}
+    return curves
+
+
+def _by_context(points: dict[int, Point]) -> list[Point]:
+    return [points[length] for length in sorted(points)]
 
 
 def _text(raw: dict[str, Any]) -> str:
@@ -407,12 +412,12 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
     for column in columns:
         if column.name in table.unlike:
             notes.append(f"{column.label}: {table.unlike[column.name]}.")
-    unknown = [
-        column.label
-        for column in columns
-        if column.rescaled
-        and any(column.name in row.results.keys() - row.rescaled.keys() for row in rows)
-    ]
+    unknown = []
+    for column in columns:
+        name = column.name
+        left_out = any(name in row.results and name not in row.rescaled for row in rows)
+        if column.rescaled and left_out:
+            unknown.append(column.label)
     if unknown:
         notes.append(
             f"Not rescaled, because the score of guessing is not known: {', '.join(unknown)}."

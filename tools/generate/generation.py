@@ -266,7 +266,8 @@ def costs(answer: Answer) -> dict[str, Any]:
     if layers:
         assert answer.cache is not None
         tokens = layer_places(layers[0]) if settings.compile else answer.cache.get_seq_length()
-        found["cache_bytes"], found["cache_tokens"] = sum(map(layer_bytes, layers)), int(tokens)
+        found["cache_bytes"] = sum(map(layer_bytes, layers))
+        found["cache_tokens"] = int(tokens)
         if opened.config is not None:
             one = decoding_state_bytes(opened.config, int(tokens), opened.dtype.itemsize)
             found["cache_formula_bytes"] = one * len(answer.rows) * settings.beams
