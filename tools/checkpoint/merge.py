@@ -43,7 +43,8 @@ def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
                 break
             if last is not None and path.name > last.name:
                 continue
-            if wrong := flaw(path):
+            wrong = flaw(path)
+            if wrong:
                 print(
                     f"tools.checkpoint: note: checkpoint {path} is damaged ({wrong}); passing"
                     " over it",

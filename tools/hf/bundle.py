@@ -124,11 +124,9 @@ def packages(files: dict[str, str]) -> list[str]:
 def license_text() -> str:
     """Return the text of this project's license, which applies to the exported code."""
     file = ROOT / LICENSE  # absent if the project is installed from a wheel
-    return (
-        file.read_text(encoding="utf-8")
-        if file.is_file()
-        else distribution("fem-megatron").read_text(f"licenses/{LICENSE}") or ""
-    )
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    return distribution("fem-megatron").read_text(f"licenses/{LICENSE}") or ""
 
 
 def layer_modules(shapes: Iterable[Any]) -> frozenset[str]:
@@ -176,10 +174,10 @@ def flatten(module: str, text: str) -> tuple[str, frozenset[str]]:
             raise BundleError(
                 f"{module}, line {node.lineno}: only `from ... import ...` has a flat form"
             )
-        if (
-            isinstance(node, ast.ImportFrom)
-            and (source := _absolute(module, node)).split(".")[0] in OURS
-        ):
+        if isinstance(node, ast.ImportFrom):
+            source = _absolute(module, node)
+            if source.split(".")[0] not in OURS:
+                continue
             if module_file(source) is None:
                 raise BundleError(
                     f"{module}, line {node.lineno}: {source} is not a file that an export may copy"
@@ -201,7 +199,9 @@ def _flat_import(source: str, node: ast.ImportFrom) -> tuple[list[str], set[str]
     """Return the lines that replace ``from source import ...``, and the project's modules that they
     import.
     """
-    space, lines, wanted = " " * node.col_offset, [], set()
+    space = " " * node.col_offset
+    lines = []
+    wanted = set()
     names = []
     for alias in node.names:
         module = f"{source}.{alias.name}"
@@ -225,12 +225,13 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
     if not node.level:
         return node.module or ""
     path = module_file(module)
-    inside = (
-        module.split(".")
-        if path is not None and path.name == "__init__.py"
-        else module.split(".")[:-1]
-    )
-    return ".".join([*inside[: len(inside) + 1 - node.level], *filter(None, [node.module])])
+    package = module.split(".")
+    if path is None or path.name != "__init__.py":
+        package.pop()
+    parts = package[: len(package) + 1 - node.level]
+    if node.module:
+        parts.append(node.module)
+    return ".".join(parts)
 
 
 def _outside_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -248,14 +249,11 @@ def _outside_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 @functools.cache
 def _outside(node: ast.AST) -> set[str]:
     """Return the external packages that a statement imports, without torch and transformers."""
+    modules = []
     if isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]
-    else:
-        modules = (
-            [node.module]
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level
-            else []
-        )
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        modules = [node.module]
     return {module.split(".")[0] for module in modules} - GIVEN
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,15 @@ def trace(model: Any, ids: list[int]) -> Trace:
             name, times = f"{where}, time {times}", times + 1
         seen[name] = tensor.detach().squeeze().to("cpu", copy=True)
 
+    def keep_output(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        where = place(path)
+        return lambda module, inputs, output: keep(where, output)
+
     handles = []
     for path, module in model.named_modules():
         if not path or path == model.base_model_prefix or isinstance(module, nn.ModuleList):
             continue
-        where = place(path)
-        handles.append(
-            module.register_forward_hook(lambda _, __, value, where=where: keep(where, value))
-        )
+        handles.append(module.register_forward_hook(keep_output(path)))
     try:
         answer = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
     finally:
@@ -132,7 +133,9 @@ class Difference:
     @property
     def relative(self) -> float:
         """The ratio absolute / scale; infinite if only scale is 0."""
-        return 0.0 if self.absolute == 0 else self.absolute / self.scale if self.scale else math.inf
+        if self.absolute == 0:
+            return 0.0
+        return self.absolute / self.scale if self.scale else math.inf
 
     def worse(self, other: Difference) -> Difference:
         """Return the larger absolute difference and the larger scale of two differences at one
@@ -199,18 +202,15 @@ def compare_weights(a: Tensors, b: Tensors, *, tied: bool) -> Weights:
     tied: output layer and embedding are one tensor in at least one of the models, so a missing
     ``lm_head.weight`` is not reported.
     """
-    shared = [name for name in a.shapes if name in b.shapes]
-    alone = (
-        [name for name in one.shapes if name not in other.shapes] for one, other in ((a, b), (b, a))
-    )
-    only_a, only_b = (
-        [name for name in names if not (tied and name == "lm_head.weight")] for names in alone
-    )
-    return Weights(
-        [difference(name, *(one.read([name])[name] for one in (a, b))) for name in shared],
-        only_a,
-        only_b,
-    )
+    differences = [
+        difference(name, a.read([name])[name], b.read([name])[name])
+        for name in a.shapes
+        if name in b.shapes
+    ]
+    ignored = {"lm_head.weight"} if tied else set()
+    only_a = [name for name in a.shapes if name not in b.shapes and name not in ignored]
+    only_b = [name for name in b.shapes if name not in a.shapes and name not in ignored]
+    return Weights(differences, only_a, only_b)
 
 
 # --- activations and logits -----------------------------------------------------------------------
@@ -383,7 +383,8 @@ class Findings:
     @property
     def faults(self) -> list[str]:
         """Return the reasons why the models are not equal, one line each."""
-        faults, logits = [], self.logits
+        faults = []
+        logits = self.logits
         allowed = self.tolerance * max(1.0, logits.scale)
         if self.vocabularies[0] != self.vocabularies[1]:
             faults.append(
@@ -392,9 +393,9 @@ class Findings:
         if self.tokenizers:
             faults.append(f"the tokenizers differ: {self.tokenizers}")
         if not logits.absolute <= allowed:
+            note = f": {logits.note}" if logits.note else ""
             faults.append(
-                f"logits differ by {number(logits.absolute)}, more than"
-                f" {number(allowed)}{': ' + logits.note if logits.note else ''}"
+                f"logits differ by {number(logits.absolute)}, more than {number(allowed)}{note}"
             )
         far = self.weights.beyond(self.tolerance) if self.weights else []
         if far:
@@ -431,19 +432,18 @@ class Findings:
         computed = None if cut is None else order[cut]
         if computed is None and not far:
             return None
-        layer = min(
-            [layer_of(place_of_weight(found.where)) for found in far[:1]]
-            + ([] if computed is None else [layer_of(computed.where)])
-        )
+        layers = [layer_of(place_of_weight(found.where)) for found in far[:1]]
+        if computed is not None:
+            layers.append(layer_of(computed.where))
+        layer = min(layers)
         here = [found for found in far if layer_of(place_of_weight(found.where)) == layer]
         if computed is not None and layer_of(computed.where) != layer:
             computed = None
         places = [place_of_weight(found.where) for found in here]
-        where = (
-            computed.where
-            if computed is not None and (computed.where in places or not places)
-            else places[0]
-        )
+        if computed is not None and (computed.where in places or not places):
+            where = computed.where
+        else:
+            where = places[0]
         return First(where, here if self.weights else None, computed, before)
 
     def layers(self) -> Iterator[tuple[str, Difference]]:

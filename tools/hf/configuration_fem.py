@@ -57,7 +57,8 @@ def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
     Raises ValueError for settings that the model does not support.
     """
     given = {key: value for key, value in parameters.items() if value is not None}
-    kind, base = given.get("rope_type", given.get("type", "default")), given["rope_theta"]
+    kind = given.get("rope_type", given.get("type", "default"))
+    base = given["rope_theta"]
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ValueError(
             "rope_parameters differ between layers; this model needs the same for all layers"
@@ -85,11 +86,9 @@ def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
             given["attention_factor"] = (0.1 * given["mscale"] * logarithm + 1) / (
                 0.1 * given["mscale_all_dim"] * logarithm + 1
             )
-    if missing := [
-        name
-        for name in ("factor", *ROPE_NAMES.values())
-        if name not in given and (name == "factor" or kind != "linear")
-    ]:
+    required = ("factor",) if kind == "linear" else ("factor", *ROPE_NAMES.values())
+    missing = [name for name in required if name not in given]
+    if missing:
         raise ValueError(f"{missing[0]} is missing; rope_type {kind} requires it")
     read = {
         name: given[ROPE_NAMES.get(name, name)]
@@ -215,11 +214,9 @@ class FemLMConfig(PretrainedConfig):
         self.recurrence = model.recurrence if recurrence is None else recurrence
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = (
-            bos_token_id,
-            eos_token_id,
-            pad_token_id,
-        )
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
         # Assigned above and passed on: the versions of transformers differ in which of these ids
         # the base class stores.
         tokens = {
@@ -232,9 +229,8 @@ class FemLMConfig(PretrainedConfig):
 
     def _name_rope(self, model: ModelConfig) -> None:
         parameters = named_rope(model)
-        for key, value in (
-            {"rope_parameters": parameters} if ROPE_PARAMETERS else older_names(parameters)
-        ).items():
+        named = {"rope_parameters": parameters} if ROPE_PARAMETERS else older_names(parameters)
+        for key, value in named.items():
             setattr(self, key, value)
 
     def model_fields(self) -> dict[str, Any]:

@@ -114,9 +114,8 @@ def export(
         _write_json(folder / CONFIG, _config_values(config))
         # Greedy by default, as in the project's tools. No maximum length: with one, transformers
         # warns at every ``max_new_tokens``.
-        GenerationConfig(
-            **{name: getattr(config, name, None) for name in SPECIAL_IDS}
-        ).save_pretrained(folder)
+        ids = {name: getattr(config, name, None) for name in SPECIAL_IDS}
+        GenerationConfig(**ids).save_pretrained(folder)
         for name, text in code.items():
             (folder / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
@@ -237,9 +236,8 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
     }
     # Write the names of all supported versions of transformers.
     if "rope_parameters" in values or "rope_theta" in values:
-        values |= {"rope_parameters": named_rope(config.model())} | older_names(
-            named_rope(config.model())
-        )
+        rope = named_rope(config.model())
+        values |= {"rope_parameters": rope, **older_names(rope)}
     return values
 
 
@@ -357,9 +355,12 @@ def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None
     """
     place, target = checkpoint.resolve(), out.resolve()
     if place.is_relative_to(target) or (inside and target.is_relative_to(place)):
-        relation = (
-            "is" if place == target else "contains" if place.is_relative_to(target) else "is inside"
-        )
+        if place == target:
+            relation = "is"
+        elif place.is_relative_to(target):
+            relation = "contains"
+        else:
+            relation = "is inside"
         raise ConfigError(
             f"OUT {out} {relation} the checkpoint {checkpoint}: choose a folder outside"
         )

@@ -126,8 +126,7 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
     norm = "decoder.final_layernorm.weight"
     for name in {embedding, output, norm} & want.keys():
         theirs = name if name in have else embedding
-        # Copy all rows; rows of further padding of the vocabulary are zero.
-        fill: Fill = lambda _, tensors, rows=want[name].shape[0]: padded(tensors[0][:rows], rows)  # type: ignore[misc]  # noqa: E731
+        fill = _rows(want[name].shape[0])
         origins[name] = Origin((theirs,), want[name].size, fill, taken=frozenset({theirs}))
     for layer, (ours, block) in enumerate(zip(source.blocks(), target.blocks(), strict=True)):
         found = _renamed(_mixer(ours.mixer, block.mixer), "mixer.")
@@ -136,11 +135,10 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
         origins |= _renamed(found, f"decoder.layers.{layer}.")
     origins = {name: origins[name] for name in want if name in origins}
     taken = frozenset().union(*(origin.taken for origin in origins.values()))
-    return Graft(
-        target,
-        origins,
-        tuple(part for name in have for part in _parts_of(name, source) if part not in taken),
-    )
+    left = []
+    for name in have:
+        left += [part for part in _parts_of(name, source) if part not in taken]
+    return Graft(target, origins, tuple(left))
 
 
 # --- table ----------------------------------------------------------------------------------------
@@ -155,20 +153,29 @@ def described(plan: Graft) -> dict[str, Any]:
     for name, weight in model_weights(plan.target).items():
         origin = plan.origins.get(name)
         general, numbers = _general(name)
-        status = "new" if origin is None else "copied" if origin.copied == weight.size else "partly"
-        parts = origin.parts if origin is not None and status == "partly" else ()
-        entry = (numbers, weight.size, 0 if origin is None else origin.copied)
+        copied = 0 if origin is None else origin.copied
+        parts: tuple[str, ...] = ()
+        if origin is None:
+            status = "new"
+        elif copied == weight.size:
+            status = "copied"
+        else:
+            status = "partly"
+            parts = origin.parts
+        entry = (numbers, weight.size, copied)
         groups.setdefault((general, status, parts), []).append(entry)
     tensors: list[dict[str, Any]] = []
     for (name, status, parts), found in groups.items():
-        layers, sizes, copied = zip(*found, strict=True)
-        about = {
-            "name": name,
-            "layers": ranges(chain.from_iterable(layers), ","),
-            "status": status,
-            "parts": list(parts),
-        }
-        tensors.append({**about, "parameters": sum(sizes), "copied": sum(copied)})
+        tensors.append(
+            {
+                "name": name,
+                "layers": ranges(chain.from_iterable(layers for layers, _, _ in found), ","),
+                "status": status,
+                "parts": list(parts),
+                "parameters": sum(size for _, size, _ in found),
+                "copied": sum(copied for _, _, copied in found),
+            }
+        )
     sums = {key: sum(tensor[key] for tensor in tensors) for key in ("parameters", "copied")}
     return {"format": 1, "tensors": tensors, **sums, "left_behind": _generalised(plan.left)}
 
@@ -313,12 +320,7 @@ def _mlp(source: Shape, target: Shape) -> Origins:
             half = ("gate", "up").index(part)
             if want[name].shape == (source.inner, source.hidden):
                 taken = frozenset({f"gate_up: {part}"})
-                origins[name] = Origin(
-                    ("gate_up",),
-                    want[name].size,
-                    lambda _, t, half=half: t[0][half],  # type: ignore[misc]
-                    taken=taken,
-                )
+                origins[name] = Origin(("gate_up",), want[name].size, _half(half), taken=taken)
     return origins
 
 
@@ -369,20 +371,28 @@ def _regroup(source: AttentionShape, target: AttentionShape, kept: tuple[str, ..
     return fill
 
 
+def _rows(rows: int) -> Fill:
+    """Return the copy of all rows; rows of further padding of the vocabulary are zero."""
+    return lambda start, tensors: padded(tensors[0][:rows], rows)
+
+
+def _half(half: int) -> Fill:
+    """Return the copy of the gate (0) or the up projection (1) of SwiGLU."""
+    return lambda start, tensors: tensors[0][half]
+
+
 def _unchanged(name: str, size: int) -> Origin:
     return Origin((name,), size, lambda _, tensors: tensors[0], taken=frozenset(_all_of(name)))
 
 
 def _renamed(origins: Origins, prefix: str) -> Origins:
     """Return the origins with ``prefix`` before all names of tensors and parts."""
-    return {
-        prefix + name: replace(
-            origin,
-            sources=tuple(prefix + source for source in origin.sources),
-            taken=frozenset(prefix + part for part in origin.taken),
-        )
-        for name, origin in origins.items()
-    }
+    renamed = {}
+    for name, origin in origins.items():
+        sources = tuple(prefix + source for source in origin.sources)
+        taken = frozenset(prefix + part for part in origin.taken)
+        renamed[prefix + name] = replace(origin, sources=sources, taken=taken)
+    return renamed
 
 
 def _all_of(name: str) -> list[str]:

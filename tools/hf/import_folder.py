@@ -197,9 +197,8 @@ def read_source(path: Path) -> Source:
     check_there(path)
     if not is_folder(path):
         raise ConfigError(_no_folder(path))
-    if not any(path.glob("*.safetensors")) and (
-        pickled := next((name for name in PICKLES if (path / name).is_file()), None)
-    ):
+    pickled = next((name for name in PICKLES if (path / name).is_file()), None)
+    if pickled and not any(path.glob("*.safetensors")):
         fix = (
             "from transformers import AutoModelForCausalLM as M;"
             f" M.from_pretrained('{path}').save_pretrained('{path}-safetensors')"
@@ -211,11 +210,10 @@ def read_source(path: Path) -> Source:
     folder = read_folder(path)
     training = folder.training()
     try:
-        model = (
-            FemLMConfig.from_dict(folder.config).model()
-            if folder.ours
-            else _padded_as(model_of(folder.config), training)
-        )
+        if folder.ours:
+            model = FemLMConfig.from_dict(folder.config).model()
+        else:
+            model = _padded_as(model_of(folder.config), training)
         model.blocks()
     except StockError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -239,9 +237,11 @@ def run_config(
         ConfigError: a key or a value is invalid; ``settings`` change the mixer without ``mixer``;
         the mixer does not fit the weights.
     """
-    folder, model, notes = source.folder, source.model, []
+    folder, model = source.folder, source.model
+    notes = []
     values = dict(source.training.get("config") or _defaults(folder, dtype))
-    if changed := _differing(plain(model), values.get("model") or {}):
+    changed = _differing(plain(model), values.get("model") or {})
+    if changed:
         notes.append(f"{CONFIG} and {TRAINING} differ, and {CONFIG} is used: {'; '.join(changed)}")
     values["model"] = plain(replace(model, pattern=None, mlp=None) if mixer else model)
     values["data"] = {
@@ -261,20 +261,17 @@ def run_config(
             raise others  # before the notes about the keys of the folder
         for key in unread(config.model) if mixer else []:
             section, _, name = key.rpartition(".")
-            ours, theirs = (
-                getattr(given, section) if section else given for given in (config.model, model)
-            )
+            ours: Any = getattr(config.model, section) if section else config.model
+            theirs = getattr(model, section) if section else model
+            value = getattr(ours, name)
             # The value is from the folder, not from ``settings``.
-            if getattr(ours, name) == getattr(theirs, name):
-                notes.append(
-                    f"{mixer} has no model.{key}; the folder's value {getattr(ours, name)} is not"
-                    " used"
-                )
+            if value == getattr(theirs, name):
+                notes.append(f"{mixer} has no model.{key}; the folder's value {value} is not used")
                 cleared: Any = replace(ours, **{name: getattr(type(ours)(), name)})
-                full: dict[str, Any] = {section: cleared}
-                config = replace(
-                    config, model=replace(config.model, **full) if section else cleared
-                )
+                if section:
+                    full: dict[str, Any] = {section: cleared}
+                    cleared = replace(config.model, **full)
+                config = replace(config, model=cleared)
         config.model.blocks()
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -291,9 +288,11 @@ def check_tensors(source: Source) -> None:
 
     Shapes must match, and all dtypes must be floating-point types.
     """
-    folder, shapes, head = source.folder, source.shapes, "lm_head.weight"
+    folder, shapes = source.folder, source.shapes
     tensors, path = folder.tensors, folder.path
-    if absent := sorted(shapes.keys() - tensors.keys()):
+    head = "lm_head.weight"
+    absent = sorted(shapes.keys() - tensors.keys())
+    if absent:
         raise ConfigError(
             f"{path} lacks {first_of(absent)}, which its {CONFIG} requires: an incomplete model, or"
             " the weights of another one"
@@ -355,18 +354,15 @@ def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
 
 def _no_folder(path: Path) -> str:
     """Return the reason why ``path`` is not a Hugging Face folder, and the remedy."""
-    if any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json")) or any(
-        path.glob("step_*")
-    ):
+    ours = any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json"))
+    if ours or any(path.glob("step_*")):
         return (
             f"{path} is already a checkpoint, or a run directory with checkpoints: no import is"
             " needed (export converts it to a folder)"
         )
-    adapter = (
-        " (only an adapter: merge it into its model first)"
-        if (path / "adapter_config.json").is_file()
-        else ""
-    )
+    adapter = ""
+    if (path / "adapter_config.json").is_file():
+        adapter = " (only an adapter: merge it into its model first)"
     return f"{path} is not a Hugging Face model: {CONFIG} is missing{adapter}"
 
 
@@ -389,11 +385,9 @@ def _padded_as(model: ModelConfig, training: dict[str, Any]) -> ModelConfig:
         getattr(known, key) == getattr(model, key)
         for key in ("hidden_size", "vocab_size", "tie_embeddings", "causal", "norm_eps")
     ]
-    return (
-        known
-        if all(alike) and known.blocks() == model.blocks()
-        else replace(model, **_padding(known))
-    )
+    if all(alike) and known.blocks() == model.blocks():
+        return known
+    return replace(model, **_padding(known))
 
 
 def _padding(model: ModelConfig) -> dict[str, Any]:
@@ -420,7 +414,8 @@ def _defaults(folder: Folder, dtype: str | None) -> dict[str, Any]:
     They contain its name, its context length if known, and the precision of its weights.
     """
     stored = {stored.dtype for stored in folder.tensors.values()}
-    precision = "bf16" if dtype == "bfloat16" or (dtype is None and stored == {"BF16"}) else "fp32"
+    bf16 = stored == {"BF16"} if dtype is None else dtype == "bfloat16"
+    precision = "bf16" if bf16 else "fp32"
     length = folder.config.get("max_position_embeddings")
     defaults = {"seq_length": length} if isinstance(length, int) and length > 0 else {}
     return {"name": folder.path.resolve().name, "train": {"precision": precision}, "data": defaults}
@@ -428,10 +423,8 @@ def _defaults(folder: Folder, dtype: str | None) -> dict[str, Any]:
 
 def _all_in(ids: Any, entries: range) -> bool:
     """Return True if ``ids`` (one token id or a non-empty list) are in the range ``entries``."""
-    return bool(ids != []) and all(
-        type(token) is int and token in entries
-        for token in (ids if isinstance(ids, list) else [ids])
-    )
+    tokens = ids if isinstance(ids, list) else [ids]
+    return bool(tokens) and all(type(token) is int and token in entries for token in tokens)
 
 
 @dataclass(frozen=True)
@@ -485,9 +478,8 @@ def _grafted(
     for name, weight in model_weights(model).items():
         origin = plan.origins.get(name)
         if origin is None or origin.copied < weight.size:
-            fresh = start(name, weight.shape, starts_from(model, weight), config.train.seed).to(
-                DTYPES[dtype] if dtype else kind
-            )
+            fresh = start(name, weight.shape, starts_from(model, weight), config.train.seed)
+            fresh = fresh.to(DTYPES[dtype] if dtype else kind)
         else:
             fresh = torch.empty(weight.shape, dtype=kind)  # every element is overwritten
         if origin is not None:
@@ -504,6 +496,6 @@ def _owned(tensor: Tensor, dtype: str | None) -> Tensor:
     """
     cast = tensor.to(DTYPES[dtype]) if dtype else tensor
     alone = cast.is_contiguous() and cast.untyped_storage().nbytes() == cast.nbytes
-    return (
-        cast if alone and cast is not tensor else cast.clone(memory_format=torch.contiguous_format)
-    )
+    if alone and cast is not tensor:
+        return cast
+    return cast.clone(memory_format=torch.contiguous_format)

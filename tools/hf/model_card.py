@@ -106,6 +106,10 @@ def model_card(
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
     described = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
     blocks = dict(zip(mixer_names(model), model.blocks(), strict=True))
+    mixed = described[0]
+    if len(described) > 1:
+        mixed = f"{', '.join(described[:-1])} or {described[-1]}, by layer"
+    papers = dict.fromkeys(mixer.paper for mixer in mixers.values())
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(TEMPLATE)
@@ -113,9 +117,7 @@ def model_card(
         name=card.get("name", "A language model"),
         parameters=_text(parameters),
         mixers=mixers,
-        mixed=described[0]
-        if len(described) == 1
-        else f"{', '.join(described[:-1])} or {described[-1]}, by layer",
+        mixed=mixed,
         recurrence=model.recurrence,
         # Also needed for the tokenizer: transformers 5 first reads the configuration of the model,
         # which has code.
@@ -135,11 +137,7 @@ def model_card(
         training=[
             (label, _text(card[key])) for key, label in ROWS.items() if card.get(key) is not None
         ],
-        papers=[
-            PAPERS[paper]
-            for paper in dict.fromkeys(mixer.paper for mixer in mixers.values())
-            if paper in PAPERS
-        ],
+        papers=[PAPERS[paper] for paper in papers if paper in PAPERS],
     )
     return text.rstrip("\n") + "\n"
 
@@ -157,14 +155,8 @@ def _architecture(model: ModelConfig, dtype: Any) -> list[tuple[str, Any]]:
     if model.pattern:
         rows.append(("Mixers of the layers, repeated in this order", " ".join(model.pattern)))
     for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():
-        rows.append(
-            (
-                f"Sizes, `{name}`",
-                ", ".join(
-                    shape.summary() for shape in (block.mixer, block.mlp) if shape is not None
-                ),
-            )
-        )
+        shapes = [shape for shape in (block.mixer, block.mlp) if shape is not None]
+        rows.append((f"Sizes, `{name}`", ", ".join(shape.summary() for shape in shapes)))
     return rows + _changed(model, "")
 
 
@@ -235,10 +227,10 @@ def heldout_loss(step: Path, manifest: dict[str, Any]) -> float | None:
     found = None
     with log.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if (
-                '"valid_loss"' in line
-                and (record := _record(line)).get("step") == manifest["progress"]["step"]
-            ):
+            if '"valid_loss"' not in line:
+                continue
+            record = _record(line)
+            if record.get("step") == manifest["progress"]["step"]:
                 # A resumed run may log the step again: the last record counts.
                 found = record.get("valid_loss", found)
     return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
@@ -277,7 +269,8 @@ def training_card(
         "seq_length": found.inherited.context_length,
         "heldout_loss": loss,
     }
-    if loss is not None and (ratio := _bytes_per_token(config.data.valid, manifests)):
+    ratio = _bytes_per_token(config.data.valid, manifests)
+    if loss is not None and ratio:
         card["bits_per_byte"] = loss / math.log(2) / ratio
     tokens = found.progress.consumed_samples * length
     if tokens:
@@ -310,15 +303,19 @@ def data_text(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> st
     For each source it contains the last two parts of its path, its share if several sources are
     blended, and its number of tokens if known.
     """
-    total, texts = sum(source.weight for source in sources) or 1.0, []
+    total = sum(source.weight for source in sources) or 1.0
+    texts = []
     for source in sources:
+        details = []
+        if len(sources) > 1:
+            details.append(f"{100 * source.weight / total:.4g}% of the blend")
         split = _split(source, manifests)
-        details = [f"{100 * source.weight / total:.4g}% of the blend"] if len(sources) > 1 else []
-        details += [f"{split['tokens']:,} tokens"] if split else []
-        texts.append(
-            f"`{'/'.join(Path(source.prefix).parts[-2:])}`"
-            + (f" ({', '.join(details)})" if details else "")
-        )
+        if split:
+            details.append(f"{split['tokens']:,} tokens")
+        text = f"`{'/'.join(Path(source.prefix).parts[-2:])}`"
+        if details:
+            text += f" ({', '.join(details)})"
+        texts.append(text)
     return "; ".join(texts)
 
 
@@ -328,11 +325,9 @@ def _bytes_per_token(sources: tuple[Source, ...], manifests: dict[str, Manifest]
     None without a manifest or if several sources are blended.
     """
     split = _split(sources[0], manifests) if len(sources) == 1 else None
-    return (
-        split["text_bytes"] / split["tokens"]
-        if split and split["tokens"] and split["text_bytes"]
-        else None
-    )
+    if not split or not split["tokens"] or not split["text_bytes"]:
+        return None
+    return split["text_bytes"] / split["tokens"]
 
 
 def _split(source: Source, manifests: dict[str, Manifest]) -> dict[str, Any] | None:

@@ -527,7 +527,8 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         Raises ValueError for another implementation, for an implementation together with a cache,
         and for generation methods that would return to an earlier step.
         """
-        kind, given = generation_config.cache_implementation, model_kwargs.get("past_key_values")
+        kind = generation_config.cache_implementation
+        given = model_kwargs.get("past_key_values")
         if generation_mode in ("assisted_generation", "contrastive_search", "dola_generation"):
             raise ValueError(
                 "this model's cache cannot return to an earlier step, which"
@@ -715,7 +716,8 @@ def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
             found[name] = torch.zeros(1, length, dtype=torch.bool).index_fill_(
                 1, ends[(ends > 0) & (ends < length)], True
             )
-    if (numbers := given.get("seq_idx")) is not None:
+    numbers = given.get("seq_idx")
+    if numbers is not None:
         if numbers.shape not in ((1, length), (batch, length)):
             raise ValueError(
                 f"seq_idx has shape {tuple(numbers.shape)}; this model needs [1 or {batch},"
@@ -741,7 +743,8 @@ def _packed(
     """
     if position_ids is None and borders is None:
         return None
-    begins, positions = borders, None if position_ids is None else position_ids.expand(x.shape[:2])
+    begins = borders
+    positions = None if position_ids is None else position_ids.expand(x.shape[:2])
     if attention_mask is None or attention_mask.shape != x.shape[:2] or bool(attention_mask.all()):
         if positions is not None:
             jumps = pad(positions.diff(dim=1) != 1, (1, 0)).cpu()
@@ -751,9 +754,9 @@ def _packed(
                     "position_ids do not increase by one inside a document of cu_seq_lens_q or"
                     " seq_idx: leave one of them out"
                 )
-        return (
-            Documents.of(begins).to(x.device) if begins is not None and bool(begins.any()) else None
-        )
+        if begins is None or not bool(begins.any()):
+            return None
+        return Documents.of(begins).to(x.device)
     back = False
     if positions is not None:
         highest = positions.masked_fill(attention_mask == 0, -1).cummax(dim=1).values

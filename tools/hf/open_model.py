@@ -209,12 +209,8 @@ def check_there(path: Path) -> None:
             " folder)"
         )
     text = str(path)
-    if (
-        not path.is_absolute()
-        and text.count("/") == 1
-        and not text.startswith(".")
-        and not path.parent.is_dir()
-    ):
+    hub_name = not path.is_absolute() and text.count("/") == 1 and not text.startswith(".")
+    if hub_name and not path.parent.is_dir():
         raise ConfigError(
             f"there is no folder {text}, and models are not downloaded automatically: fetch it (hf"
             f" download {text} --local-dir DIR) and name DIR"

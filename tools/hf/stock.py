@@ -164,9 +164,7 @@ def to_stock(model: ModelConfig) -> Conversions:
         elif name.endswith(GATE_UP):
             for index, part in enumerate(("gate", "up")):
                 conversions[f"{name.removesuffix('gate_up')}{part}_proj.weight"] = Conversion(
-                    conversion.sources,
-                    conversion.shape[1:],
-                    lambda tensors, index=index: tensors[0][index],  # type: ignore[misc]
+                    conversion.sources, conversion.shape[1:], _element(index)
                 )
         else:
             conversions[_stock_name(name)] = conversion
@@ -279,12 +277,9 @@ def _family(model: ModelConfig) -> str:
         return "qwen3" if model.qk_norm else "qwen2"
     # Only LlamaConfig requires that the number of heads divides the width. Mistral without a window
     # computes the same.
-    return (
-        "mistral"
-        if model.attention.sliding_window is not None
-        or model.hidden_size % model.num_attention_heads
-        else "llama"
-    )
+    if model.attention.sliding_window is not None:
+        return "mistral"
+    return "mistral" if model.hidden_size % model.num_attention_heads else "llama"
 
 
 def _rope_of(stock: Any) -> dict[str, Any]:
@@ -375,6 +370,11 @@ def grouped(packed: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Tens
 def _unpacking(shape: AttentionShape, index: int) -> Callable[[list[Tensor]], Tensor]:
     """Return the function that extracts part ``index`` of (q, k, v) from in_proj."""
     return lambda tensors: grouped(tensors[0], shape)[index].flatten(0, 2)
+
+
+def _element(index: int) -> Callable[[list[Tensor]], Tensor]:
+    """Return the function that extracts element ``index`` of a tensor's first dimension."""
+    return lambda tensors: tensors[0][index]
 
 
 def _packing(shape: AttentionShape) -> Callable[[list[Tensor]], Tensor]:

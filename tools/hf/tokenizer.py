@@ -206,7 +206,8 @@ def _settings_of_any_class(
     found = {key: value for key, value in settings.items() if key not in OF_OTHERS}
     found["tokenizer_class"] = "PreTrainedTokenizerFast"
     for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES:
-        if (token := getattr(tokenizer, name)) is not None:
+        token = getattr(tokenizer, name)
+        if token is not None:
             found.setdefault(name, token)
     # In transformers 4 the list is called additional_special_tokens, and extra_special_tokens is a
     # mapping.

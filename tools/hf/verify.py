@@ -29,6 +29,7 @@ from .compare import (
     LOGITS,
     Difference,
     Findings,
+    First,
     Predictions,
     Trace,
     Weights,
@@ -63,29 +64,20 @@ def as_text(found: Findings) -> str:
         f"configuration: {'differs: ' + first_few(listed, SHOWN, '; ') if listed else 'equal'}"
     )
     if found.lacking_tokenizer:
-        lines.append(
-            "tokenizers: not compared, no tokenizer in"
-            f" {' and '.join(map(str, found.lacking_tokenizer))}"
-        )
+        lacking = " and ".join(map(str, found.lacking_tokenizer))
+        lines.append(f"tokenizers: not compared, no tokenizer in {lacking}")
+    elif found.tokenizers:
+        lines.append(f"tokenizers: differ: {found.tokenizers}")
     else:
-        lines.append(
-            f"tokenizers: {'differ: ' + found.tokenizers if found.tokenizers else 'equal'}"
-        )
+        lines.append("tokenizers: equal")
     lines += _weight_lines(found.weights)
     skipped = f", {found.skipped} more that B does not accept" if found.skipped else ""
     lines.append(f"computed: {found.prompts} prompts, {found.predictions.tokens} tokens{skipped}")
-    rows = [
-        (
-            row,
-            number(d.absolute),
-            number(d.relative),
-            d.where.partition(", ")[2] if d.absolute else "",
-        )
-        for row, d in found.layers()
-    ]
-    lines += [
-        f"  {line}" for line in aligned([("", "largest |a - b|", "of the largest", "in"), *rows])
-    ]
+    rows = [("", "largest |a - b|", "of the largest", "in")]
+    for row, worst in found.layers():
+        where = worst.where.partition(", ")[2] if worst.absolute else ""
+        rows.append((row, number(worst.absolute), number(worst.relative), where))
+    lines += [f"  {line}" for line in aligned(rows)]
     seen = found.predictions
     if seen.tokens:
         mean = number(seen.kl / seen.tokens)
@@ -93,22 +85,16 @@ def as_text(found: Findings) -> str:
             f"likeliest token: the same {seen.agree} of {seen.tokens} times; KL {mean} nats per"
             f" token, at most {number(seen.largest_kl)}"
         )
+    limit = f"{number(found.tolerance)} ({found.tolerance_from})"
     if found.equal:
         how = "equal bit for bit" if found.bitwise else "equal"
-        return "\n".join(
-            [*lines, f"{how}: within {number(found.tolerance)} ({found.tolerance_from})"]
-        )
-    first = found.first()
-    lines += [] if first is None else [str(first)]
-    return "\n".join(
-        [
-            *lines,
-            (
-                f"different at {number(found.tolerance)} ({found.tolerance_from}):"
-                f" {'; '.join(found.faults)}"
-            ),
-        ]
-    )
+        lines.append(f"{how}: within {limit}")
+    else:
+        first = found.first()
+        if first is not None:
+            lines.append(str(first))
+        lines.append(f"different at {limit}: {'; '.join(found.faults)}")
+    return "\n".join(lines)
 
 
 def _weight_lines(weights: Weights | None) -> Iterator[str]:
@@ -121,7 +107,9 @@ def _weight_lines(weights: Weights | None) -> Iterator[str]:
         yield f"weights: {count} tensors, equal bit for bit"
     else:
         worst = max(differing, key=lambda found: found.relative)
-        how_far = f"{number(worst.absolute)}{', ' + worst.note if worst.note else ''}"
+        how_far = number(worst.absolute)
+        if worst.note:
+            how_far += f", {worst.note}"
         yield (
             f"weights: {count - len(differing)} of {count} tensors equal bit for bit; the worst is"
             f" {worst.where}, {how_far}"
@@ -133,7 +121,7 @@ def _weight_lines(weights: Weights | None) -> Iterator[str]:
 
 def as_json(found: Findings) -> dict[str, Any]:
     """Return the findings as a dictionary for JSON; non-finite numbers are None."""
-    first, weights, logits, seen = found.first(), found.weights, found.logits, found.predictions
+    seen = found.predictions
     return {
         "format": 1,
         "a": str(found.sides[0]),
@@ -145,32 +133,34 @@ def as_json(found: Findings) -> dict[str, Any]:
         "tolerance_from": found.tolerance_from,
         "configuration": {key: list(pair) for key, pair in found.settings.items()},
         "tokenizers": found.tokenizers,
-        "weights": (
-            None
-            if weights is None
-            else {
-                "compared": len(weights.differences),
-                "differing": [_numbers(d) for d in weights.differences if d.absolute],
-                "only_a": weights.only_a,
-                "only_b": weights.only_b,
-            }
-        ),
+        "weights": None if found.weights is None else _weights_json(found.weights),
         "layers": [{"layer": row, **_numbers(d)} for row, d in found.layers()],
         "places": [_numbers(d) for d in found.differences.values()],
-        "logits": _numbers(logits),
+        "logits": _numbers(found.logits),
         "tokens": seen.tokens,
         "argmax_agrees": seen.agree,
         "kl_nats_per_token": _finite(seen.kl / seen.tokens) if seen.tokens else None,
         "kl_largest": _finite(seen.largest_kl),
-        "first": (
-            None
-            if found.equal or first is None
-            else {
-                "where": first.where,
-                "text": str(first),
-                "weights": [d.where for d in first.weights or []],
-            }
-        ),
+        "first": None if found.equal else _first_json(found.first()),
+    }
+
+
+def _weights_json(weights: Weights) -> dict[str, Any]:
+    return {
+        "compared": len(weights.differences),
+        "differing": [_numbers(found) for found in weights.differences if found.absolute],
+        "only_a": weights.only_a,
+        "only_b": weights.only_b,
+    }
+
+
+def _first_json(first: First | None) -> dict[str, Any] | None:
+    if first is None:
+        return None
+    return {
+        "where": first.where,
+        "text": str(first),
+        "weights": [found.where for found in first.weights or []],
     }
 
 
@@ -258,12 +248,11 @@ class Side:
         lacks.
         """
         settings: dict[str, Any] = self.hf.to_dict()
-        known = "architecture" in settings and self.config is not None
-        if known:  # then "architecture" contains the rope_ settings, too
-            settings = {
-                key: value for key, value in settings.items() if not key.startswith("rope_")
-            }
-        return settings | {"architecture": asdict(self.config)} if known else settings  # type: ignore[arg-type]
+        if "architecture" not in settings or self.config is None:
+            return settings
+        # "architecture" contains the rope_ settings, too.
+        others = {key: value for key, value in settings.items() if not key.startswith("rope_")}
+        return others | {"architecture": asdict(self.config)}
 
 
 def verify(
@@ -305,23 +294,23 @@ def verify(
     weights = compare_weights(_tensors(one), _tensors(two), tied=tied)
     # Without a common name, or with one model of our modeling code, nothing was compared.
     comparable = bool(weights.differences) and one.ours == two.ours
-    settings = compare_settings(one.settings, two.settings)
-    if one.ours != two.ours:
-        known = one.config is not None and two.config is not None
-        settings = (
-            compare_settings(asdict(one.config), asdict(two.config))  # type: ignore[arg-type]
-            if known
-            else {"model_type": ("", "")}
-        )
+    if one.ours == two.ours:
+        settings = compare_settings(one.settings, two.settings)
+    elif one.config is not None and two.config is not None:
+        settings = compare_settings(asdict(one.config), asdict(two.config))
+    else:
+        settings = {"model_type": ("", "")}
+    tokenizer_faults = [compare_tokenizers(*readers, [*READ, *texts]), *misread]
     coarser = min((one.dtype, two.dtype), key=lambda dtype: torch.finfo(dtype).bits)
+    tolerance_from = "--tolerance"
+    if tolerance is None:
+        tolerance = TOLERANCES[coarser]
+        tolerance_from = f"the default of {str(coarser).removeprefix('torch.')}"
     findings = Findings(
         sides=(one.path, two.path),
         about=(one.about, two.about),
         settings=settings,
-        tokenizers="; ".join(
-            filter(None, [compare_tokenizers(*readers, [*READ, *texts]), *misread])
-        )
-        or None,
+        tokenizers="; ".join(fault for fault in tokenizer_faults if fault) or None,
         lacking_tokenizer=[
             path for path, reader in zip((a, b), readers, strict=True) if reader is None
         ],
@@ -331,12 +320,8 @@ def verify(
         predictions=predictions,
         prompts=len(requested) - skipped,
         skipped=skipped,
-        tolerance=TOLERANCES[coarser] if tolerance is None else tolerance,
-        tolerance_from=(
-            f"the default of {str(coarser).removeprefix('torch.')}"
-            if tolerance is None
-            else "--tolerance"
-        ),
+        tolerance=tolerance,
+        tolerance_from=tolerance_from,
     )
     print(as_text(findings))
     if json_out is not None:
@@ -359,7 +344,8 @@ def fixed_ids(vocabulary: int, limit: int) -> list[list[int]]:
 
     They depend only on ``vocabulary``, the number of ids, and on ``limit``, the maximum length.
     """
-    state, found = 20240229, []
+    state = 20240229
+    found = []
     for length in LENGTHS:
         ids = []
         for _ in range(min(length, limit)):
@@ -383,9 +369,8 @@ def _remember(
     side, model = Side.open(path, device)
     requested = fixed_ids(side.hf.vocab_size, side.limit)
     if reader is not None:
-        requested += [
-            ids for ids in (list(reader(text)["input_ids"])[: side.limit] for text in texts) if ids
-        ]
+        read = [list(reader(text)["input_ids"])[: side.limit] for text in texts]
+        requested += [ids for ids in read if ids]
     requested = [ids for ids in requested if max(ids) < side.hf.vocab_size]
     for index, ids in enumerate(requested):
         torch.save(trace(model, ids), scratch / f"{index}.pt")
@@ -414,7 +399,8 @@ def _compare(
         two = trace(model, ids)
         predictions = predictions.and_of(one[LOGITS], two[LOGITS])
         for found in compare_traces(one, two):
-            worst[found.where] = found.worse(worst[found.where]) if found.where in worst else found
+            where = found.where
+            worst[where] = found.worse(worst[where]) if where in worst else found
     return side, worst, predictions, skipped
 
 

@@ -30,6 +30,9 @@ VOCABULARY = (
 )
 
 
+Make = Callable[[list[Tensor]], Tensor]
+
+
 @dataclass(frozen=True)
 class Conversion:
     """Conversion that creates one tensor of the target format.
@@ -41,7 +44,7 @@ class Conversion:
 
     sources: tuple[str, ...]
     shape: tuple[int, ...]
-    make: Callable[[list[Tensor]], Tensor]
+    make: Make
 
 
 Conversions = dict[str, Conversion]
@@ -57,12 +60,12 @@ def to_fem(model: ModelConfig) -> Conversions:
     conversions = {}
     for name, shape in parameter_shapes(model).items():
         rows = model.vocab_size if name in VOCABULARY else shape[0]
-        conversions[hf_name(name)] = Conversion(
-            (name,),
-            (rows, *shape[1:]),
-            lambda tensors, rows=rows: tensors[0][:rows],  # type: ignore[misc]
-        )
+        conversions[hf_name(name)] = Conversion((name,), (rows, *shape[1:]), _first_rows(rows))
     return conversions
+
+
+def _first_rows(rows: int) -> Make:
+    return lambda tensors: tensors[0][:rows]
 
 
 def from_fem(model: ModelConfig) -> Conversions:
@@ -71,13 +74,13 @@ def from_fem(model: ModelConfig) -> Conversions:
     Rows that pad the vocabulary are zero.
     """
     return {
-        name: Conversion(
-            (hf_name(name),),
-            shape,
-            lambda tensors, rows=shape[0]: padded(tensors[0], rows),  # type: ignore[misc]
-        )
+        name: Conversion((hf_name(name),), shape, _padded_to(shape[0]))
         for name, shape in parameter_shapes(model).items()
     }
+
+
+def _padded_to(rows: int) -> Make:
+    return lambda tensors: padded(tensors[0], rows)
 
 
 def hf_name(name: str) -> str:
@@ -96,11 +99,9 @@ def first_of(names: Collection[str]) -> str:
 def padded(tensor: Tensor, rows: int) -> Tensor:
     """Return the tensor with zeros appended, so that it has ``rows`` rows."""
     missing = rows - tensor.shape[0]
-    return (
-        tensor
-        if missing == 0
-        else torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
-    )
+    if missing == 0:
+        return tensor
+    return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
 
 
 class Tensors(Protocol):

@@ -57,7 +57,8 @@ def _pipeline(config: RunConfig) -> str:
 
 
 def _context(config: RunConfig) -> str:
-    size, kind = config.parallel.context_parallel_size, config.parallel.context_parallel_kind
+    size = config.parallel.context_parallel_size
+    kind = config.parallel.context_parallel_kind
     if size == 1:
         return ""
     return f"CP{size} {kind}" if kind else f"CP{size}"
@@ -66,6 +67,12 @@ def _context(config: RunConfig) -> str:
 def _zero(config: RunConfig) -> str:
     return f"ZeRO {zero_name(config.engine)}" if config.engine.name == "deepspeed" else ""
 
+
+def _zero_stages(config: RunConfig, gpus: int) -> Iterable[Any]:
+    return range(4) if config.engine.name == "deepspeed" else (config.engine.zero_stage,)
+
+
+RECOMPUTE = {"none": "", "selective": "recompute selective", "full": "recompute"}
 
 # Axes in the order in which they are set. After the last axis of a section, the checks that do not
 # read a section of a later axis are run.
@@ -86,13 +93,7 @@ AXES = (
         lambda config, gpus: (2**n for n in range(gpus.bit_length())),
         _context,
     ),
-    Axis(
-        "engine.zero_stage",
-        lambda config, gpus: (
-            range(4) if config.engine.name == "deepspeed" else (config.engine.zero_stage,)
-        ),
-        _zero,
-    ),
+    Axis("engine.zero_stage", _zero_stages, _zero),
     Axis(
         "train.micro_batch_size",
         lambda config, gpus: (1, 2, 4, 8, 16),
@@ -101,9 +102,7 @@ AXES = (
     Axis(
         "train.recompute",
         lambda config, gpus: ("none", "selective", "full"),
-        lambda config: {"none": "", "selective": "recompute selective", "full": "recompute"}[
-            config.train.recompute
-        ],
+        lambda config: RECOMPUTE[config.train.recompute],
     ),
 )
 
@@ -124,22 +123,17 @@ class Candidate:
     def name(self) -> str:
         """Name of the layout in tables."""
         words = [axis.word(self.plan.config) for axis in AXES]
-        words.insert(
-            [axis.section for axis in AXES].index("engine"), f"DP{self.plan.data_parallel}"
-        )
+        first_of_engine = [axis.section for axis in AXES].index("engine")
+        words.insert(first_of_engine, f"DP{self.plan.data_parallel}")
         return " ".join(filter(None, words))
 
     @property
     def extra_overrides(self) -> list[str]:
         """Overrides of the layout that do not belong into a file of ``configs/parallel``."""
         config = self.plan.config
-        ours = [
-            axis
-            for axis in AXES
-            if axis.section != "parallel"
-            and (axis.section != "engine" or config.engine.name == "deepspeed")
-        ]
-        return [f"{axis.key}={axis.of(config)}" for axis in ours]
+        excluded = {"parallel"} if config.engine.name == "deepspeed" else {"parallel", "engine"}
+        axes = [axis for axis in AXES if axis.section not in excluded]
+        return [f"{axis.key}={axis.of(config)}" for axis in axes]
 
     @property
     def limit(self) -> str:
@@ -155,16 +149,18 @@ class Candidate:
 
 def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
     """Yield the run's configuration with every layout that passes the run's own checks."""
-    found, unsettled = [config], {axis.section for axis in AXES}
+    found = [config]
+    unsettled = {axis.section for axis in AXES}
     for section, group in groupby(AXES, lambda axis: axis.section):
-        axes = [*group]
+        axes = list(group)
         unsettled.discard(section)
-        made = (
-            _with(each, gpus, section, axes, values)
-            for each in found
-            for values in product(*(a.values(config, gpus) for a in axes))
-        )
-        found = [each for each in made if each is not None and _passes(each, gpus, unsettled)]
+        passed = []
+        for each in found:
+            for values in product(*(axis.values(config, gpus) for axis in axes)):
+                made = _with(each, gpus, section, axes, values)
+                if made is not None and _passes(made, gpus, unsettled):
+                    passed.append(made)
+        found = passed
     yield from found
 
 

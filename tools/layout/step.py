@@ -85,9 +85,10 @@ def _as_floats(value: Any) -> Any:
 def check(config: RunConfig) -> None:
     """Raise ConfigError if machines.yaml has no memory traffic for a mixer of the run."""
     known = machines()["traffic"]
-    if unknown := next((name for name in mixer_names(config.model) if name not in known), None):
+    unknown = [name for name in mixer_names(config.model) if name not in known]
+    if unknown:
         raise ConfigError(
-            f"model.mixer = {unknown}: machines.yaml has no memory traffic of its layers; "
+            f"model.mixer = {unknown[0]}: machines.yaml has no memory traffic of its layers; "
             f"known are {', '.join(known)}"
         )
 
@@ -111,8 +112,10 @@ def assumed(config: RunConfig) -> Iterator[str]:
 
 def step_time(plan: Plan, machine: Machine) -> StepTime:
     """Return the modelled time of one step."""
-    config, layout, micro = plan.config, plan.config.parallel, plan.micro_batches
-    stages, chunks = _stages(plan), layout.virtual_pipeline_model_parallel_size or 1
+    config, layout = plan.config, plan.config.parallel
+    micro = plan.micro_batches
+    stages = _stages(plan)
+    chunks = layout.virtual_pipeline_model_parallel_size or 1
     tokens = plan.micro_batch_tokens
     passes = {name: tokens * each for name, each in _per_token(plan, machine).items()}
     tensor = _tensor_parallel(plan, machine)

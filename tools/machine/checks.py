@@ -225,7 +225,8 @@ def compiling() -> Iterator[Check]:
     """Check ninja, and that the compiler builds a shared library with OpenMP."""
     from pretrain.engines import deepspeed_ops
 
-    if missing := deepspeed_ops.lacks_ninja():
+    missing = deepspeed_ops.lacks_ninja()
+    if missing:
         text, _, remedy = missing.partition(": ")
         yield Check(
             "FAILED" if find_spec("deepspeed") else "absent",
@@ -235,13 +236,10 @@ def compiling() -> Iterator[Check]:
         )
     else:
         deepspeed_ops.prepare_environment()
-        yield Check(
-            "ok",
-            "ninja",
-            f"{hardware.last_line(_output_of('ninja', '--version').stdout)}, "
-            f"{shutil.which('ninja')}",
-        )
-    if missing := deepspeed_ops.lacks_compiler():
+        version = hardware.last_line(_output_of("ninja", "--version").stdout)
+        yield Check("ok", "ninja", f"{version}, {shutil.which('ninja')}")
+    missing = deepspeed_ops.lacks_compiler()
+    if missing:
         text, _, remedy = missing.partition(": ")
         yield Check(
             "FAILED",
@@ -271,11 +269,8 @@ def compiling() -> Iterator[Check]:
         text = f"{shutil.which(compiler)} compiles no program with OpenMP ({fault})"
         yield Check("FAILED", "C++ compiler", text, "CXX=/path/to/g++")
     else:
-        yield Check(
-            "ok",
-            "C++ compiler",
-            f"{_output_of(compiler, '--version').stdout.splitlines()[0]}, {shutil.which(compiler)}",
-        )
+        version = _output_of(compiler, "--version").stdout.splitlines()[0]
+        yield Check("ok", "C++ compiler", f"{version}, {shutil.which(compiler)}")
 
 
 def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
@@ -284,7 +279,8 @@ def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
 
     directory = deepspeed_ops.extensions_directory()
     kind, shared = deepspeed_ops.file_system(directory)
-    if fault := deepspeed_ops.cannot_write(directory):
+    fault = deepspeed_ops.cannot_write(directory)
+    if fault:
         yield Check("FAILED", "extensions", fault)
     elif shared and directory != deepspeed_ops.default_directory():
         text = (

@@ -24,17 +24,21 @@ SEVENTEEN = (
     "000000010400000000020000000000050604008000300001090000300400200050100000000807000",
     "000000012000035000000600070700000300000400800100000000000120000080000040050000600",
 )
-PEERS = tuple(
-    tuple(
-        j
-        for j in range(81)
-        if j != i
-        and (
-            j // 9 == i // 9 or j % 9 == i % 9 or (j // 27 == i // 27 and j % 9 // 3 == i % 9 // 3)
-        )
-    )
-    for i in range(81)
-)
+
+
+def _peers(cell: int) -> tuple[int, ...]:
+    """Return the other cells of a cell's row, column and box."""
+    row, column = divmod(cell, 9)
+    peers = []
+    for other in range(81):
+        other_row, other_column = divmod(other, 9)
+        same_box = (row // 3, column // 3) == (other_row // 3, other_column // 3)
+        if other != cell and (row == other_row or column == other_column or same_box):
+            peers.append(other)
+    return tuple(peers)
+
+
+PEERS = tuple(_peers(cell) for cell in range(81))
 
 Board = list[int]
 """81 cells, row by row; 0: not given."""
@@ -59,7 +63,8 @@ def solutions(board: Board, most: int, draw: random.Random | None = None) -> lis
             return len(found) >= most
         cell, fewest = empty[0], 10
         for each in empty:
-            if (number := can[each].bit_count()) < fewest:
+            number = can[each].bit_count()
+            if number < fewest:
                 cell, fewest = each, number
                 if number == 1:
                     break
@@ -92,16 +97,23 @@ def moved(board: Board, how: int) -> Board:
     """
     draw = random.Random(how)
     digits = [0, *draw.sample(range(1, 10), 9)]
-    rows, columns = (
-        [3 * band + line for band in draw.sample(range(3), 3) for line in draw.sample(range(3), 3)]
-        for _ in range(2)
-    )
+    rows = _permuted_lines(draw)
+    columns = _permuted_lines(draw)
     turned = draw.random() < 0.5
-    return [
-        digits[board[9 * column + row] if turned else board[9 * row + column]]
-        for row in rows
-        for column in columns
-    ]
+    found = []
+    for row in rows:
+        for column in columns:
+            cell = 9 * column + row if turned else 9 * row + column
+            found.append(digits[board[cell]])
+    return found
+
+
+def _permuted_lines(draw: random.Random) -> list[int]:
+    """Return the nine rows or columns: bands of three permuted, and the lines of each band."""
+    lines = []
+    for band in draw.sample(range(3), 3):
+        lines += [3 * band + line for line in draw.sample(range(3), 3)]
+    return lines
 
 
 @cache

@@ -113,12 +113,12 @@ def texts() -> dict[str, Any]:
 
 def published(name: str) -> dict[tuple[str, str], float]:
     """Return (case, row) -> the paper's number. name: of the experiment."""
-    found = texts()[name]
-    return {
-        (case, row): value
-        for row, values in found["rows"].items()
-        for case, value in zip(found["cases"], values, strict=True)
-    }
+    text = texts()[name]
+    found = {}
+    for row, values in text["rows"].items():
+        for case, value in zip(text["cases"], values, strict=True):
+            found[case, row] = value
+    return found
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,10 @@ def gather(folder: Path) -> Results:
     """Return the trials in all ``results*.jsonl`` of a folder, including those of an array's tasks.
     Raises ConfigError.
     """
-    return {
-        trial: record
-        for path in sorted(folder.glob("results*.jsonl"))
-        for trial, record in read_results(path).items()
-    }
+    results: Results = {}
+    for path in sorted(folder.glob("results*.jsonl")):
+        results |= read_results(path)
+    return results
 
 
 def read_results(path: Path) -> Results:
@@ -205,13 +204,14 @@ class Outcome:
         Returns None until all rates were tried. A diverged trial counts as the worst.
         """
         rates, falls = self.size.rates, self.experiment.falls
+        worst = math.inf if falls else -math.inf
         tried = [self.results.get(Trial(case, row, rate, 0, self.size.key())) for rate in rates]
         found = []
         for record in tried:
             if record is None:
                 return None
             value = record["validation"]
-            found.append((math.inf if falls else -math.inf) if value is None else value)
+            found.append(worst if value is None else value)
         return rates[found.index(min(found) if falls else max(found))]
 
     def by_seed(self, case: str, row: str) -> dict[int, dict[str, Any]]:

@@ -123,7 +123,8 @@ def windows(case: str, size: Size) -> list[Examples]:
     """
     name, horizon = case.rsplit(" ", 1)
     length = size.length
-    full, first, second = series(name), SETS[name].training, SETS[name].validation
+    full = series(name)
+    first, second = SETS[name].training, SETS[name].validation
     # The clamp handles constant series.
     full = (full - full[:first].mean(0)) / full[:first].std(0).clamp(min=SPREAD)
     made = []
@@ -133,8 +134,8 @@ def windows(case: str, size: Size) -> list[Examples]:
         (second - length, len(full), size.test),
     )
     for begin, end, most in parts:
-        # [n, length + horizon]
-        cut = full[begin:end].unfold(0, length + int(horizon), 1).flatten(0, 1)[: most or None]
+        cut = full[begin:end].unfold(0, length + int(horizon), 1)
+        cut = cut.flatten(0, 1)[: most or None]  # [n, length + horizon]
         made.append((cut[:, :length], cut[:, length:]))
     return made
 

@@ -47,7 +47,8 @@ def _periodic(shape: tuple[int, int], generator: Generator) -> Tensor:
     They are integer multiples of the base frequency, with weights from the modified Bessel
     functions I_k(1/4).
     """
-    orders, points = torch.arange(-ORDERS, ORDERS + 1), (torch.arange(512) + 0.5) * math.pi / 512
+    orders = torch.arange(-ORDERS, ORDERS + 1)
+    points = (torch.arange(512) + 0.5) * math.pi / 512
     weights = ((points.cos() / 4).exp() * (orders[:, None] * points).cos()).mean(1).clamp_min(0)
     drawn = torch.multinomial(weights, shape[0] * shape[1], replacement=True, generator=generator)
     return 2 * math.pi / PERIOD * orders[drawn].view(shape)
@@ -93,10 +94,8 @@ class Plain(nn.Module):
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(width, inner, bias=False),
-            nn.Linear(inner, width, bias=False),
-        )
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor, _: Context) -> Tensor:
         """Map [..., D] to the same shape."""

@@ -46,20 +46,19 @@ def images(case: str) -> tuple[Tensor, Tensor, int | None]:
         except ImportError as error:
             raise UserError(f"{case}: {error}; pip install -e .[eval]") from None
         pixels, classes = load_digits(return_X_y=True)
-        return (
-            torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1,
-            torch.tensor(classes),
-            None,
-        )
+        full = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+        return full, torch.tensor(classes), None
     side, channels, kinds, _ = CASES[case]
     parts = pictures.dataset(
         DATA / case.lower(), "uoft-cs/" + case.lower().replace("-", ""), ("fine_label", "label")
     )
-    found = [
-        torch.from_numpy(np.stack([np.asarray(image.convert("RGB")) for image in part["image"]]))
-        for part in parts
-    ]
-    classes = torch.tensor([label for part in parts for label in part["label"]])
+    found = []
+    labels: list[int] = []
+    for part in parts:
+        decoded = [np.asarray(image.convert("RGB")) for image in part["image"]]
+        found.append(torch.from_numpy(np.stack(decoded)))
+        labels += part["label"]
+    classes = torch.tensor(labels)
     full = torch.cat(found)
     if full.shape[1:] != (side, side, channels):
         raise UserError(
@@ -80,10 +79,8 @@ def divided(case: str, size: Size, seed: int) -> list[Examples]:
     order = torch.randperm(first or len(full), generator=Generator().manual_seed(4000 + seed))
     test = torch.arange(first, len(full)) if first else order[: size.test]
     rest = order if first else order[size.test :]
-    return [
-        (full[part], classes[part])
-        for part in (rest[size.test :][: size.train], rest[: size.test], test)
-    ]
+    training, validation = rest[size.test :][: size.train], rest[: size.test]
+    return [(full[part], classes[part]) for part in (training, validation, test)]
 
 
 def _divided_files(size: Size, seed: int) -> list[Any]:

@@ -177,9 +177,9 @@ def memorization(count: int, length: int, generator: Generator) -> Examples:
     keys = torch.randint(pairs, (count, length // 2), generator=generator)
     asks = torch.full_like(keys, VOCABULARY["memorization"] - 1)
     ignored = torch.full_like(keys, IGNORED)
-    return torch.stack((keys, asks), -1).flatten(1), torch.stack(
-        (ignored, values[keys]), -1
-    ).flatten(1)
+    inputs = torch.stack((keys, asks), -1).flatten(1)
+    targets = torch.stack((ignored, values[keys]), -1).flatten(1)
+    return inputs, targets
 
 
 def compression(count: int, length: int, generator: Generator) -> Examples:
@@ -216,11 +216,9 @@ class Decompression(nn.Module):
     def __init__(self, width: int, length: int, classes: int) -> None:
         super().__init__()
         self.register_buffer("positions", sinusoids(length, width), persistent=False)
-        layers = [
-            part
-            for _ in range(2)
-            for part in (nn.RMSNorm(width), nn.Linear(width, width), nn.GELU())
-        ]
+        layers: list[nn.Module] = []
+        for _ in range(2):
+            layers += [nn.RMSNorm(width), nn.Linear(width, width), nn.GELU()]
         self.decoder = nn.Sequential(*layers, classifier(width, classes))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ class Seen(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.into, self.token = nn.Linear(PIXELS, width), nn.Parameter(torch.empty(1, width))
+        self.into = nn.Linear(PIXELS, width)
+        self.token = nn.Parameter(torch.empty(1, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [b, PATCHES, PIXELS + 1] to [b, PATCHES, D]."""
@@ -92,7 +93,8 @@ def similarity(x: Tensor, y: Tensor) -> Tensor:
     full image: [n].
     """
     first, second = (0.01 * RANGE) ** 2, (0.03 * RANGE) ** 2
-    means, spreads = (x.mean(1), y.mean(1)), (x.var(1, correction=0), y.var(1, correction=0))
+    means = (x.mean(1), y.mean(1))
+    spreads = (x.var(1, correction=0), y.var(1, correction=0))
     both = ((x - x.mean(1, keepdim=True)) * (y - y.mean(1, keepdim=True))).mean(1)
     light = (2 * means[0] * means[1] + first) / (means[0] ** 2 + means[1] ** 2 + first)
     return light * (2 * both + second) / (spreads[0] + spreads[1] + second)

@@ -131,7 +131,8 @@ def wrapped(text: str, first: str = "") -> str:
 def section(outcome: Outcome) -> str:
     """Return the report's section on one experiment at one size, as Markdown."""
     experiment, size, results = outcome.experiment, outcome.size, outcome.results
-    title, remarks = texts()[experiment.name]["title"], texts()[experiment.name]["told"]
+    text = texts()[experiment.name]
+    title, remarks = text["title"], text["told"]
     minutes = sum(record["seconds"] for record in results.values()) / 60
     rates = ", ".join(f"{rate:g}" for rate in size.rates)
     made = (
@@ -184,8 +185,12 @@ def cell(values: list[float], published: float | None) -> str:
         return "-"
     mean, half = interval(values)
     digits = 1 if abs(mean) >= 10 else 3
-    text = f"{mean:.{digits}f}" + ("" if half == float("inf") else f" ± {half:.{digits}f}")
-    return text + ("" if published is None else f" ({published:g})")
+    text = f"{mean:.{digits}f}"
+    if half != float("inf"):
+        text += f" ± {half:.{digits}f}"
+    if published is not None:
+        text += f" ({published:g})"
+    return text
 
 
 def orders(outcome: Outcome) -> list[str]:
@@ -216,18 +221,21 @@ def verdict(outcome: Outcome, claim: Claim, case: str) -> str | None:
     result is None if fewer than two seeds are common.
     """
     experiment = outcome.experiment
-    above, below = outcome.by_seed(case, claim.above), outcome.by_seed(case, claim.below)
-    both = [
-        (above[seed][experiment.metric], below[seed][experiment.metric])
-        for seed in above
-        if seed in below
-    ]
+    metric = experiment.metric
+    above = outcome.by_seed(case, claim.above)
+    below = outcome.by_seed(case, claim.below)
+    both = [(above[seed][metric], below[seed][metric]) for seed in above if seed in below]
     if len(both) < 2:
         return None
-    if min(mean for mean, _ in map(interval, zip(*both, strict=True))) >= experiment.enough:
+    means = [interval(values)[0] for values in zip(*both, strict=True)]
+    if min(means) >= experiment.enough:
         return LEVEL
     mean, half = interval((low - high if experiment.falls else high - low) for high, low in both)
-    return VERDICTS[(0 if mean > half else 1) if mean > 0 else (3 if -mean > half else 2)]
+    if mean > 0:
+        place = 0 if mean > half else 1
+    else:
+        place = 3 if -mean > half else 2
+    return VERDICTS[place]
 
 
 def picture(outcome: Outcome) -> Any:

@@ -73,7 +73,8 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.workers < 1 or (arguments.seeds is not None and arguments.seeds < 1):
         raise UserError("--workers and --seeds: expected 1 or more")
-    experiment, kind = experiment_of(arguments.name), "quick" if arguments.quick else "full"
+    experiment = experiment_of(arguments.name)
+    kind = "quick" if arguments.quick else "full"
     if kind not in experiment.sizes:
         raise UserError(f"{arguments.name} has no {kind} form; leave --quick out")
     size = experiment.sizes[kind]
@@ -113,15 +114,13 @@ def run(outcome: Outcome, file: Path, workers: int, task: Task | None = None) ->
     Each learning rate is tried with the first seed before other seeds are trained. ``task`` is this
     process's place in a job array, and only its share of the cases and rows is trained.
     """
-    size, results, title = (
-        outcome.size,
-        outcome.results,
-        f"{outcome.experiment.name} {outcome.kind}",
-    )
+    size, results = outcome.size, outcome.results
+    title = f"{outcome.experiment.name} {outcome.kind}"
     mend(file)
     pairs = [(case, row) for case in size.cases for row in size.rows]
     pairs = pairs[task.index :: task.tasks] if task else pairs
-    key, total = size.key(), len(pairs) * (len(size.rates) + size.seeds - 1)
+    key = size.key()
+    total = len(pairs) * (len(size.rates) + size.seeds - 1)
 
     def missing(case: str, row: str) -> list[Trial]:
         rate = outcome.best_rate(case, row)
@@ -153,7 +152,8 @@ def run(outcome: Outcome, file: Path, workers: int, task: Task | None = None) ->
 
 def mend(file: Path) -> None:
     """Remove an incomplete last line."""
-    if file.exists() and not (content := file.read_bytes()).endswith(b"\n") and content:
+    content = file.read_bytes() if file.exists() else b""
+    if content and not content.endswith(b"\n"):
         file.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
@@ -170,7 +170,8 @@ def finished(
             while trials := missing(*pair):
                 yield trials[0], train_one(name, size, trials[0])
         return
-    waiting, running = list(pairs), dict[Future[dict[str, Any]], Trial]()
+    waiting = list(pairs)
+    running: dict[Future[dict[str, Any]], Trial] = {}
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             while True:

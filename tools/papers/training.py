@@ -99,7 +99,9 @@ def train(problem: Problem, size: Size, rate: float, seed: int) -> dict[str, Any
     optimizer = torch.optim.AdamW(groups(network, size.weight_decay), lr=rate)
     order = torch.Generator().manual_seed(seed)
     inputs, targets = (full.to(where) for full in problem.train)
-    batch, places, last = min(size.batch, len(inputs)), torch.empty(0, dtype=torch.int64), math.nan
+    batch = min(size.batch, len(inputs))
+    places = torch.empty(0, dtype=torch.int64)  # of the rest of the epoch
+    last = math.nan
     network.train()
     for step in range(size.steps):
         if len(places) < batch:
@@ -148,11 +150,16 @@ def groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
     Weights of pretraining's layers decay as ``Weight.decayed`` defines. Weights of this tool's
     modules decay if they are matrices.
     """
-    pulled, free = list[nn.Parameter](), list[nn.Parameter]()
+    decayed: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
     for weight in network.parameters():
         spec = getattr(weight, "spec", None)
-        (pulled if (weight.ndim > 1 if spec is None else spec.decayed) else free).append(weight)
-    return [{"params": pulled, "weight_decay": decay}, {"params": free, "weight_decay": 0.0}]
+        decays = weight.ndim > 1 if spec is None else spec.decayed
+        if decays:
+            decayed.append(weight)
+        else:
+            free.append(weight)
+    return [{"params": decayed, "weight_decay": decay}, {"params": free, "weight_decay": 0.0}]
 
 
 @torch.no_grad()

@@ -92,12 +92,13 @@ def shaped(shape: ShapeRule, width: int, size: Size | None = None) -> Sizes:
             f"width {width} is not a multiple of shape.head_size = {shape.head_size}; the nearest"
             f" one: {near}"
         )
+    layers = max(shape.min_layers, math.floor(width / shape.aspect_ratio + 0.5))
+    multiples = math.ceil(round(width * shape.ffn_ratio, 6) / shape.ffn_multiple)
     return Sizes(
         width=width,
-        layers=size.layers or max(shape.min_layers, math.floor(width / shape.aspect_ratio + 0.5)),
+        layers=size.layers or layers,
         heads=size.heads or width // shape.head_size,
-        ffn=size.ffn
-        or math.ceil(round(width * shape.ffn_ratio, 6) / shape.ffn_multiple) * shape.ffn_multiple,
+        ffn=size.ffn or multiples * shape.ffn_multiple,
     )
 
 
@@ -401,16 +402,13 @@ class Planner:
 
 
 def _lengths(study: Study) -> list[_Length]:
-    budgets = [
+    lengths = [
         _Length("budgets", budget.flops, budget.sizes or study.sizes)
         for budget in sorted(study.budgets, key=attrgetter("flops"))
     ]
-    others = [
-        _Length(kind, value, study.sizes)
-        for kind in ("tokens", "tokens_per_parameter")
-        for value in sorted(getattr(study, kind))
-    ]
-    return budgets + others
+    for kind in ("tokens", "tokens_per_parameter"):
+        lengths += [_Length(kind, value, study.sizes) for value in sorted(getattr(study, kind))]
+    return lengths
 
 
 def _label(size: Size, sizes: Sizes) -> str:

@@ -184,7 +184,8 @@ def statements(fit: StudyFit) -> Iterator[str]:
     """
     yield from (comparison.words for comparison in fit.comparisons)
     for name, variant in fit.variants.items():
-        exponents, found = {}, variant.isoflop
+        exponents = {}
+        found = variant.isoflop
         if found is not None and found.n_opt is not None and found.d_opt is not None:
             exponents["isoflop"] = found.n_opt.exponent, found.d_opt.exponent
         if variant.parametric is not None:
@@ -246,10 +247,13 @@ def _isoflop(fit: StudyFit) -> Listing:
     rows = []
     for name, found in fit.fitted("isoflop").items():
         for parabola in found.parabolas:
-            values, inside = ["–"] * 3, "outside the measured sizes: no optimum"
             if parabola.inside:
                 minimum = (parabola.n_opt, parabola.d_opt, parabola.loss)
-                values, inside = [estimate(one) for one in minimum], "inside"
+                values = [estimate(one) for one in minimum]
+                inside = "inside"
+            else:
+                values = ["–"] * 3
+                inside = "outside the measured sizes: no optimum"
             rows.append((name, number(parabola.budget), *values, inside, str(len(parabola.runs))))
     header = "variant|budget, FLOPs|best N|best D, tokens|loss, nats per token|minimum|sizes"
     return Listing("Minima of the isoFLOP parabolas", header, rows)
@@ -257,7 +261,8 @@ def _isoflop(fit: StudyFit) -> Listing:
 
 def _optima(fit: StudyFit, final: pd.DataFrame) -> Listing:
     rows = []
-    largest = float(final["budget" if final["budget"].notna().all() else "flops"].max())
+    compute = final["budget"] if final["budget"].notna().all() else final["flops"]
+    largest = float(compute.max())
     for name, variant in fit.variants.items():
         for method, words in _BY.items():
             with suppress(ConfigError):  # the variant lacks this law
@@ -271,11 +276,11 @@ def _multipliers(fit: StudyFit) -> Listing:
     rows = []
     for entry in fit.comparisons:
         at = [(number(value.flops), number(value.loss), value.ratio) for value in entry.multipliers]
-        at += [("all", "", entry.overall)] if entry.overall is not None else []
-        rows += [
-            (entry.variant, _BY[entry.method], *where, estimate(ratio, "{:.3f}".format))
-            for *where, ratio in at
-        ]
+        if entry.overall is not None:
+            at.append(("all", "", entry.overall))
+        for flops, loss, ratio in at:
+            text = estimate(ratio, "{:.3f}".format)
+            rows.append((entry.variant, _BY[entry.method], flops, loss, text))
     baseline = fit.comparisons[0].baseline if fit.comparisons else ""
     header = (
         f"variant|by|FLOPs of {baseline}|loss reached, nats per token|share of the FLOPs of"
@@ -285,17 +290,12 @@ def _multipliers(fit: StudyFit) -> Listing:
 
 
 def _left_out(fit: StudyFit) -> Listing:
-    rows = [
-        (
-            name,
-            number(one.budget),
-            str(one.runs),
-            f"{100 * one.mean_error:.2g}%",
-            f"{100 * one.worst_error:.2g}% ({one.worst_run})",
-        )
-        for name, variant in fit.variants.items()
-        for one in variant.left_out
-    ]
+    rows = []
+    for name, variant in fit.variants.items():
+        for one in variant.left_out:
+            mean = f"{100 * one.mean_error:.2g}%"
+            worst = f"{100 * one.worst_error:.2g}% ({one.worst_run})"
+            rows.append((name, number(one.budget), str(one.runs), mean, worst))
     title = "Parametric law fitted without one budget, and its prediction errors for that budget"
     header = "variant|budget left out, FLOPs|runs predicted|mean error|worst error"
     return Listing(title, header, rows)

@@ -187,15 +187,10 @@ def _check_columns(path: Path, found: list[str]) -> None:
     for column in found:
         if column not in COLUMNS:
             near = nearest(column, list(COLUMNS))
-            raise ConfigError(
-                f"{path}: unknown column {column!r};"
-                f" {f'did you mean {near}?' if near else 'columns: ' + ', '.join(COLUMNS)}"
-            )
-    absent = [
-        column
-        for column in (COLUMNS if "run" in found and "config_hash" in found else REQUIRED)
-        if column not in found
-    ]
+            help_text = f"did you mean {near}?" if near else f"columns: {', '.join(COLUMNS)}"
+            raise ConfigError(f"{path}: unknown column {column!r}; {help_text}")
+    collected = "run" in found and "config_hash" in found
+    absent = [column for column in (COLUMNS if collected else REQUIRED) if column not in found]
     if absent:
         raise ConfigError(
             f"{path}: column {', '.join(absent)} is missing; a table needs at least"
@@ -231,11 +226,8 @@ def _cell(path: Path, line: int, cell: object, name: str, kind: str) -> object:
         raise ConfigError(f"{where} = {cell!r}: expected more than 0")
     if kind == "float":
         return float(value)
-    if (
-        not math.isfinite(value)
-        or abs(value) >= 2**63
-        or (value != round(value) and abs(value) < _ROUNDED_FROM)
-    ):
+    in_range = math.isfinite(value) and abs(value) < 2**63
+    if not in_range or (value != round(value) and abs(value) < _ROUNDED_FROM):
         raise ConfigError(f"{where} = {cell!r}: expected a whole number")
     return round(value)
 

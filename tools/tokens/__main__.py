@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     options = {name: getattr(given, name) for name in ("step", "sample", "find", "document")}
-    ((option, value),) = ((name, value) for name, value in options.items() if value is not None)
+    option, value = next((name, value) for name, value in options.items() if value is not None)
 
     def print_rows() -> None:
         with convert_os_errors():
@@ -78,14 +78,15 @@ def main(arguments: list[str] | None = None) -> int:
             for row in rows:
                 print(json.dumps(row, ensure_ascii=False))
         elif rows:
-            shown = [
-                ["?" if row[name] is None else str(row[name]) for name in COLUMNS] for row in rows
-            ]
-            print(*aligned([COLUMNS, *shown], left=[3, 7]), sep="\n")
+            print(*aligned([COLUMNS, *map(_cells, rows)], left=[3, 7]), sep="\n")
         else:
             print(f"{given.run_dir}: no step of the run reads this document")
 
     return run("tools.tokens", print_rows)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return ["?" if row[name] is None else str(row[name]) for name in COLUMNS]
 
 
 def _rows(run_dir: Path, option: str, value: Any) -> list[dict[str, Any]]:
@@ -95,13 +96,16 @@ def _rows(run_dir: Path, option: str, value: Any) -> list[dict[str, Any]]:
     """
     records = read_run(run_dir)
     if option in ("step", "sample"):
-        record, samples = (_step if option == "step" else _sample)(records, value)
+        if option == "step":
+            record, samples = _step(records, value)
+        else:
+            record, samples = _sample(records, value)
         order = _opened(run_dir, record)
-        return _output_rows(
-            record, order, [piece for sample in samples for piece in order.pieces(sample)]
-        )
+        pieces = [piece for sample in samples for piece in order.pieces(sample)]
+        return _output_rows(record, order, pieces)
     wanted = _named if option == "find" else _numbered
-    rows, faults = list[dict[str, Any]](), list[ConfigError]()
+    rows: list[dict[str, Any]] = []
+    faults: list[ConfigError] = []
     for record in records:
         try:
             order = _opened(run_dir, record)
@@ -109,9 +113,8 @@ def _rows(run_dir: Path, option: str, value: Any) -> list[dict[str, Any]]:
         except ConfigError as error:  # a stage that has not begun, or that reads other sources
             faults.append(error)
             continue
-        rows += _output_rows(
-            record, order, [piece for piece in pieces if piece.sample < record.steps.end]
-        )
+        pieces = [piece for piece in pieces if piece.sample < record.steps.end]
+        rows += _output_rows(record, order, pieces)
     if len(faults) == len(records):
         raise faults[0]
     for fault in faults:
@@ -207,12 +210,21 @@ def _output_rows(record: RunRecord, order: Order, pieces: list[Piece]) -> list[d
         documents = {piece.document for piece in pieces if piece.source == number}
         file = source.sibling_facts.ids
         ids.append(lines_at(file, documents) if file and documents else {})
-    rows, steps, seen = [], record.steps, record.steps.seen
+    rows = []
+    steps = record.steps
     for sample, number, document, start, stop in pieces:
         shown = f"{record.name}:{sample}" if record.name else sample
-        place = steps.of(sample), shown, sample < seen, order.sources[number].prefix
-        part = document, start, stop, ids[number].get(document)
-        rows.append(dict(zip(COLUMNS, place + part, strict=True)))
+        values = (
+            steps.of(sample),
+            shown,
+            sample < steps.seen,
+            order.sources[number].prefix,
+            document,
+            start,
+            stop,
+            ids[number].get(document),
+        )
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
     return rows
 
 

@@ -72,13 +72,11 @@ class Source:
     """
 
     def __init__(self, base: Path, source: SourceContents, cache: Path) -> None:
-        self.prefix, self.sibling_facts = (
-            source.prefix,
-            _sibling_facts(source, local_prefix(source.prefix, cache)),
-        )
-        self.documents, self.samples, self.shuffle = (
-            _mapped(base, name) for name in ("document", "sample", "shuffle")
-        )
+        self.prefix = source.prefix
+        self.sibling_facts = _sibling_facts(source, local_prefix(source.prefix, cache))
+        self.documents = _mapped(base, "document")
+        self.samples = _mapped(base, "sample")
+        self.shuffle = _mapped(base, "shuffle")
 
     def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
         """Yield (document, start, stop) for the sample at ``position`` in this source's order.
@@ -87,9 +85,11 @@ class Source:
         token is not included.
         """
         row = int(self.shuffle[position])
-        (first, start), (last, end) = self.samples[row].tolist(), self.samples[row + 1].tolist()
+        first, start = self.samples[row].tolist()
+        last, end = self.samples[row + 1].tolist()
         for place in range(first, last + 1):
-            document, stop = int(self.documents[place]), end if place == last else None
+            document = int(self.documents[place])
+            stop = end if place == last else None
             if stop is None and self.sibling_facts.lengths is not None:
                 stop = int(self.sibling_facts.lengths[document])
             if stop is None or stop > start:
@@ -108,9 +108,8 @@ class Source:
         place: position in document_index. The first row may belong to a sample that ends exactly
         where the document begins.
         """
-        first, after = (
-            search(self.samples, place, key=itemgetter(0)) for search in (bisect_left, bisect_right)
-        )
+        first = bisect_left(self.samples, place, key=itemgetter(0))
+        after = bisect_right(self.samples, place, key=itemgetter(0))
         return range(max(first - 1, 0), min(after, len(self.samples) - 1))
 
 
@@ -193,11 +192,13 @@ def open_order(
     Raises:
         ConfigError: the index cache is missing or damaged, or several caches match.
     """
-    config, needs = parts[-1].config, [part.needs() for part in parts] if parts[-1].name else []
+    config = parts[-1].config
+    needs = [part.needs() for part in parts] if parts[-1].name else []
     prefixes = [source.prefix for source in config.data.train]
     if needs:
         prefixes = list(dict.fromkeys(prefix for need in needs for prefix in need))
-    root, megatron = Path(config.data.index_cache or run_dir / "index_cache"), _megatron(run_dir)
+    root = Path(config.data.index_cache or run_dir / "index_cache")
+    megatron = _megatron(run_dir)
     fitting = []
     for complete in sorted(root.glob(f"*/{COMPLETE}")):
         contents = _contents(complete)
@@ -219,7 +220,8 @@ def open_order(
             f"{root}: {folders} belong to this run with different contents of its data; "
             "without a checkpoint the right one is unknown"
         )
-    if fault := fitting[0].fault():
+    fault = fitting[0].fault()
+    if fault:
         raise ConfigError(f"index cache {fitting[0].folder}: {fault}")
     # The run directory may have been moved since the configuration was written.
     return _read(fitting[0], replace(config, run_dir=str(run_dir)))
@@ -229,12 +231,15 @@ def _read(cache: IndexCache, config: RunConfig) -> Order:
     by_prefix = {
         source.prefix: source for source in cache.contents.sources if source.split == _SPLIT
     }
-    bases, blend = (_described(cache.folder, kind) for kind in ("GPTDataset", "BlendedDataset"))
-    stores, packed = store_cache(config), config.data.packing == "best_fit"
+    bases = _described(cache.folder, "GPTDataset")
+    blend = _described(cache.folder, "BlendedDataset")
+    stores = store_cache(config)
 
     def source(base: Path, prefix: str) -> Source:
-        given = base, by_prefix[prefix], stores
-        return PackedSource(*given, config.data.seq_length) if packed else Source(*given)
+        contents = by_prefix[prefix]
+        if config.data.packing == "best_fit":
+            return PackedSource(base, contents, stores, config.data.seq_length)
+        return Source(base, contents, stores)
 
     if not blend:
         ((only_prefix, base),) = bases.items()
@@ -285,16 +290,15 @@ def _is_of(prefixes: Sequence[str], contents: Contents) -> bool:
         prefix if is_url(prefix) else f"/{os.path.normpath(prefix).lstrip('./')}"
         for prefix in prefixes
     ]
-    return len(recorded) == len(named) and all(
-        any(prefix.endswith(name) for prefix in recorded) for name in named
-    )
+    if len(recorded) != len(named):
+        return False
+    return all(any(prefix.endswith(name) for prefix in recorded) for name in named)
 
 
 def _megatron(run_dir: Path) -> str:
     try:
-        return str(
-            json.loads((run_dir / "environment.json").read_bytes())["packages"]["megatron-core"]
-        )
+        environment = json.loads((run_dir / "environment.json").read_bytes())
+        return str(environment["packages"]["megatron-core"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
             f"{run_dir / 'environment.json'} does not contain the version of megatron-core that "

@@ -76,14 +76,19 @@ class Steps:
         """Return the step that reads a sample, or None if the run's records do not determine it."""
         at = bisect_right(self.points, sample, key=lambda point: point[1])
         batch = self._batch(at)
-        return batch and self.points[at - 1][0] + (sample - self.points[at - 1][1]) // batch + 1
+        if not batch:
+            return batch
+        step, first = self.points[at - 1]
+        return step + (sample - first) // batch + 1
 
     def _batch(self, at: int) -> int | None:
         (before, first), (after, end) = self.points[at - 1 : at + 1]
         if after == before:  # skipped samples
             return None
         batch, rest = divmod(end - first, after - before)
-        return batch if after - before == 1 or (not rest and batch in self.batches) else None
+        if after - before == 1:
+            return batch
+        return batch if not rest and batch in self.batches else None
 
 
 @dataclass(frozen=True)
@@ -129,11 +134,9 @@ def read_run(run_dir: Path) -> list[RunRecord]:
                 begin, step=before.end_step, consumed_samples=begin.order_begin + before.samples
             )
             begin = part.entered(done, before.config.data.seq_length, "")
-        own = (
-            checkpoint
-            if checkpoint and (not part.name or checkpoint.progress.stage == number)
-            else None
-        )
+        own = checkpoint
+        if checkpoint and part.name and checkpoint.progress.stage != number:
+            own = None
         records.append(_record(run_dir, parts[: number + 1], begin, own, lines))
     return records
 
@@ -179,26 +182,25 @@ def _record(
     """
     part = parts[-1]
     schedule = part.schedule(part.resumed(checkpoint.progress) if checkpoint else begin)
-    length, last, before = schedule.sample_tokens, schedule.steps, begin.order_begin
-    points, batches = dict[int, int](), {schedule.batch_samples}
+    length = schedule.sample_tokens
+    last = schedule.steps
+    before = begin.order_begin
+    points: dict[int, int] = {}  # step -> samples of the order up to this step
+    batches = {schedule.batch_samples}
     order, key = schedule.total_samples - before, None
     if checkpoint:
         at = checkpoint.progress
-        points.update(
-            ()
-            if at.passed_over
-            else ((step, samples - before) for step, samples in at.batch_changes)
-        )
+        if not at.passed_over:
+            points.update((step, samples - before) for step, samples in at.batch_changes)
         points[at.step] = at.consumed_samples + at.passed_over - before
         batches.add(checkpoint.manifest["config"]["train"]["global_batch_size"])
-        order, key = max(order, at.order_samples), checkpoint.manifest["data"]
+        order = max(order, at.order_samples)
+        key = checkpoint.manifest["data"]
     progress = read_progress(run_dir)
-    if (
-        progress
-        and "consumed_tokens" in progress
-        and (not part.name or begin.step < progress["step"] < last)
-    ):
-        points[progress["step"]] = progress["consumed_tokens"] // length - before
+    if progress and "consumed_tokens" in progress:
+        step = progress["step"]
+        if not part.name or begin.step < step < last:
+            points[step] = progress["consumed_tokens"] // length - before
     lines = [line for line in all_signalled if not part.name or begin.step < line[0] <= last]
     jumps = dict[int, int]()
     points.update(
@@ -210,11 +212,8 @@ def _record(
     for attempt in _lines(run_dir / "attempts.jsonl"):
         changed = attempt.get("changed")
         values = changed.get("train.global_batch_size") if isinstance(changed, dict) else None
-        batches.update(
-            value
-            for value in (values if isinstance(values, list) else ())
-            if type(value) is int and value > 0
-        )
+        if isinstance(values, list):
+            batches.update(value for value in values if type(value) is int and value > 0)
     line = [(begin.step, begin.consumed_samples - before)]
     for point in sorted(points.items()):
         if point[0] > line[-1][0] and point[1] > line[-1][1]:

@@ -40,7 +40,8 @@ class Data:
     @classmethod
     def of(cls, n: ArrayLike, d: ArrayLike, loss: ArrayLike) -> Data:
         """Create from parameters, tokens and losses."""
-        x, y = np.log(np.asarray(n, dtype=np.float64)), np.log(np.asarray(d, dtype=np.float64))
+        x = np.log(np.asarray(n, dtype=np.float64))
+        y = np.log(np.asarray(d, dtype=np.float64))
         center = float(x.mean()), float(y.mean())
         return cls(x - center[0], y - center[1], np.log(np.asarray(loss, dtype=np.float64)), center)
 

@@ -29,7 +29,9 @@ def fit_learning_rates(
 
     None without such a size; the notes list omitted sizes and the reasons.
     """
-    optima, drawn, notes = [], [], []
+    optima: list[LearningRateOptimum] = []
+    drawn: list[Array] = []
+    notes: list[str] = []
     for rows in cells(points):
         rates = by_rate(points, rows)
         if len(rates) < 2:
@@ -73,7 +75,12 @@ def akima_minimum(rates: Array, losses: Array) -> tuple[float, float]:
     dense = np.unique(np.concatenate([x, np.linspace(x[0], x[-1], DENSE * (len(x) - 1) + 1)]))
     values = Akima1DInterpolator(x, losses)(dense)
     best = int(values.argmin())
-    rate = rates[0] if best == 0 else rates[-1] if best == len(dense) - 1 else np.exp(dense[best])
+    if best == 0:
+        rate = rates[0]
+    elif best == len(dense) - 1:
+        rate = rates[-1]
+    else:
+        rate = np.exp(dense[best])
     return float(rate), float(values[best])
 
 
@@ -91,12 +98,12 @@ def _optimum(
     """
     means = np.array([float(some.mean()) for some in losses])
     rate, loss = akima_minimum(rates, means)
-    several = all(len(some) > 1 for some in losses)
-    resampled = (
-        [rng.choice(some, len(some)).mean() for some in losses]
-        for _ in range(config.resamples * several)
-    )
-    drawn = np.array([akima_minimum(rates, np.array(some))[0] for some in resampled])
+    best_rates = []
+    if all(len(some) > 1 for some in losses):
+        for _ in range(config.resamples):
+            resampled = np.array([rng.choice(some, len(some)).mean() for some in losses])
+            best_rates.append(akima_minimum(rates, resampled)[0])
+    drawn = np.array(best_rates)
     x = np.linspace(np.log(rates[0]), np.log(rates[-1]), CURVE)
     curve = Akima1DInterpolator(np.log(rates), means)(x)
     width, budget = points.width[row], points.budget[row]

@@ -105,7 +105,8 @@ def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[Le
     full = huber.Data.of(points.n, points.d, points.loss)
     start = full.centred(np.array([[getattr(law, name).value for name in NAMES]]))
     for budget in points.budgets:
-        rest, left = points.take(points.budget != budget), points.take(points.budget == budget)
+        rest = points.take(points.budget != budget)
+        left = points.take(points.budget == budget)
         try:
             data = _enough(rest)
             end, *_ = descend(data, delta, data.centred(full.plain(start)))

@@ -100,7 +100,8 @@ def main(arguments: argparse.Namespace) -> int:
     if left_out:
         lines = [f"{len(left_out)} of {len(planned)} runs are not complete:"]
         lines += [f"  {name}: {why}" for name, why in list(left_out.items())[:_NAMED]]
-        lines += [f"  and {len(left_out) - _NAMED} more"] if len(left_out) > _NAMED else []
+        if len(left_out) > _NAMED:
+            lines.append(f"  and {len(left_out) - _NAMED} more")
         if not arguments.partial:
             run = (
                 f"python -m tools.scaling run {arguments.study} (it skips the complete runs in"
@@ -117,9 +118,10 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{study.path}: none of its {len(planned)} runs is complete, so no table can be written"
         )
-    table = as_table(
-        [row for entry in found for row in table_rows(entry.record, entry.planned, entry.data)]
-    )
+    rows = []
+    for entry in found:
+        rows += table_rows(entry.record, entry.planned, entry.data)
+    table = as_table(rows)
     check_table(table, out)
     write_table(table, out)
     write_file(out.with_name(COLLECTED), (json.dumps(asdict(collected), indent=1) + "\n").encode())
@@ -149,9 +151,9 @@ def find_runs(
     for run in planned:
         folder, record = Path(study.directory) / run.name, left(run.name)
         if record is None:
-            left_out[run.name] = f"not begun: {folder} does not exist" + (
-                ", and the export does not contain it" if export else ""
-            )
+            left_out[run.name] = f"not begun: {folder} does not exist"
+            if export:
+                left_out[run.name] += ", and the export does not contain it"
             continue
         difference = difference_from_plan(load_run(study.base, run.settings), record.config)
         if difference is not None:
@@ -361,12 +363,11 @@ def _held(config: RunConfig) -> str | None:
 
 
 def _read(config: RunConfig) -> str | None:
-    files = [
-        Path(source.prefix + ending)
-        for source in (*config.data.train, *config.data.valid)
-        for ending in (".bin", ".idx")
-    ]
-    return check_contents(check_data(config)).key if all(file.is_file() for file in files) else None
+    for source in (*config.data.train, *config.data.valid):
+        for ending in (".bin", ".idx"):
+            if not Path(source.prefix + ending).is_file():
+                return None
+    return check_contents(check_data(config)).key
 
 
 def _tokenizer(config: RunConfig) -> str:

@@ -203,7 +203,8 @@ def main(arguments: argparse.Namespace) -> int:
     Raises ConfigError (the file, a width or a setting is invalid), StorageError.
     """
     study = load_study(arguments.file) if "base" in read_values(arguments.file) else None
-    widths, steps, seeds = _widths(arguments.widths, study), arguments.steps, arguments.seeds
+    widths = _widths(arguments.widths, study)
+    steps, seeds = arguments.steps, arguments.seeds
     for name, value in (("--steps", steps), ("--seeds", seeds)):
         if value < 1:
             raise ConfigError(f"{name} {value}: must be at least 1")
@@ -211,13 +212,16 @@ def main(arguments: argparse.Namespace) -> int:
     requested = cases(study or arguments.file, arguments.mixer, words, arguments.compare)
     out = arguments.out or Path("runs") / "coord-check" / arguments.file.stem
     # Read the configurations of all cases and widths before the first one is trained.
-    planned = [(case, {width: case.config(width, steps) for width in widths}) for case in requested]
+    planned = []
+    for case in requested:
+        planned.append((case, {width: case.config(width, steps) for width in widths}))
     from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
     from tools.scaling import activations
 
-    flat, records = True, []
+    flat = True
+    records = []
     with activations.one_process(planned[0][1][widths[0]]):
         for case, configs in planned:
             found = _measure(case, configs, steps, seeds)
@@ -258,12 +262,14 @@ def cases(
     study = source if isinstance(source, Study) else None
     base = Path(source.base) if isinstance(source, Study) else source
     shared = study.settings if study else ()
-    variants: dict[str, tuple[str, ...]] = {
-        name: (f"model.mixer={name}",)
-        for part in mixers
-        for name in map(str.strip, part.split(","))
-    }
-    variants = variants or (study.variants if study else {load_run(base, words).model.mixer: ()})
+    variants: dict[str, tuple[str, ...]] = {}
+    for part in mixers:
+        for name in map(str.strip, part.split(",")):
+            variants[name] = (f"model.mixer={name}",)
+    if not variants and study:
+        variants = study.variants
+    elif not variants:
+        variants = {load_run(base, words).model.mixer: ()}
     found = [
         Case(name, base, (*shared, *given, *words), study=study) for name, given in variants.items()
     ]
@@ -272,14 +278,10 @@ def cases(
     both = []
     for case in found:
         # The base sizes of muP are refused without muP, so remove them.
-        standard = (
-            *(word for word in case.words if not word.startswith("model.mup.")),
-            "model.mup={}",
-        )
-        both += [
-            replace(case, words=(*standard, "model.parametrization=standard"), counts=False),
-            replace(case, words=(*case.words, "model.parametrization=mup")),
-        ]
+        standard = [word for word in case.words if not word.startswith("model.mup.")]
+        standard += ["model.mup={}", "model.parametrization=standard"]
+        both.append(replace(case, words=tuple(standard), counts=False))
+        both.append(replace(case, words=(*case.words, "model.parametrization=mup")))
     return both
 
 
@@ -510,10 +512,11 @@ def coordinates(records: Sequence[Record]) -> Any:
     All panels share their axes, so that slopes are comparable. Lines with a value that is zero or
     not finite are omitted.
     """
-    groups = {
-        name: [record for record in records if record.parametrization == name] for name in NAMES
-    }
-    verdicts = {name: judge(group) for name, group in groups.items() if group}
+    verdicts = {}
+    for name in NAMES:
+        group = [record for record in records if record.parametrization == name]
+        if group:
+            verdicts[name] = judge(group)
     styles = _styles(shown_sites(records))
     steps = max(record.step for record in records)
     title = (

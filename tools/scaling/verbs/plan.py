@@ -64,9 +64,8 @@ def main(arguments: argparse.Namespace) -> int:
 def render(study: Study, runs: Sequence[PlannedRun]) -> str:
     """Return the plan as text for a console."""
     columns = {name: text for name, text in COLUMNS.items() if study.trunks or name != "begins"}
-    table = aligned(
-        [list(columns), *([text(run) for text in columns.values()] for run in runs)], left=(0,)
-    )
+    rows = [[text(run) for text in columns.values()] for run in runs]
+    table = aligned([list(columns), *rows], left=(0,))
     others = [variant for variant in study.variants if variant != study.baseline]
     against = f"{', '.join(others)} against {study.baseline}" if others else study.baseline
     question = f"{study.name}: {against}; every run is {study.base} with its settings"
@@ -86,11 +85,9 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
         f" {sum(run.tokens for run in runs):.4g} tokens"
     ]
     if study.trunks:
-        forks, straight, own = (
-            sum(bool(run.trunk) for run in runs),
-            sum(run.flops for run in runs),
-            sum(run.own_flops for run in runs),
-        )
+        forks = sum(bool(run.trunk) for run in runs)
+        straight = sum(run.flops for run in runs)
+        own = sum(run.own_flops for run in runs)
         notes.append(
             f"trunks: {counted(forks, 'run')} start from the checkpoint of a longer run at the step"
             f" where their decay begins: {own:.4g} FLOPs are trained, {straight - own:.4g} saved"
@@ -112,11 +109,10 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
                 " variant and size"
             ),
         ]
-    warmup = (
-        f"{study.warmup:g} of a run's steps"
-        if study.warmup_steps is None
-        else f"of {study.warmup_steps} steps"
-    )
+    if study.warmup_steps is None:
+        warmup = f"{study.warmup:g} of a run's steps"
+    else:
+        warmup = f"of {study.warmup_steps} steps"
     notes.append(
         f"shape rule: {rule_words(study.shape)}; explicit layers, heads or ffn of a size"
         " override it"

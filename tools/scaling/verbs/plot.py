@@ -85,9 +85,8 @@ def check_same_runs(study: Study, fit: StudyFit, table: pd.DataFrame, file: Path
     for variant in fit.variants.values():
         named = [(entry.run, entry.loss) for entry in variant.residuals]
         if variant.isoflop is not None:
-            named += [
-                (run, math.nan) for parabola in variant.isoflop.parabolas for run in parabola.runs
-            ]
+            for parabola in variant.isoflop.parabolas:
+                named += [(run, math.nan) for run in parabola.runs]
         for run, loss in named:
             if run not in losses:
                 raise ConfigError(

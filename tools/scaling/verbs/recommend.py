@@ -117,10 +117,11 @@ def recommend(
     """
     measured = _measured(study, fit)
     if flops > FARTHEST * measured and not extrapolate:
+        most = float(f"{FARTHEST * measured:.3g}")
         raise ConfigError(
             f"--flops {flops:g}: {flops / measured:,.0f} times the FLOPs of the study's largest"
-            f" run, {measured:.3g}; its laws are used up to {FARTHEST:g} times,"
-            f" {short(float(f'{FARTHEST * measured:.3g}'))}, and beyond only with --extrapolate"
+            f" run, {measured:.3g}; its laws are used up to {FARTHEST:g} times, {short(most)}, and"
+            " beyond only with --extrapolate"
         )
     name = _chosen(study, fit, flops, variant)
     planner, laws = Planner(study), fit.variants[name]
@@ -131,11 +132,13 @@ def recommend(
     model = planner.model(name, Size(width=sizes.width))
     batch = model.config.train.global_batch_size * model.config.data.seq_length
     steps = round(flops / (model.flops_per_token * batch))
-    if steps < (least := study.least_steps):
+    least = study.least_steps
+    if steps < least:
+        enough = float(f"{1.01 * least * batch * model.flops_per_token:.2g}")
         raise ConfigError(
             f"--flops {flops:g}: {name} at width {sizes.width} would train {steps} steps of {batch}"
             f" tokens, but a run needs at least {least}; the smallest sufficient value: --flops"
-            f" {short(float(f'{1.01 * least * batch * model.flops_per_token:.2g}'))}"
+            f" {short(enough)}"
         )
     rate, rate_from = _rate(laws, model, count(model.config.model))
     words = (

@@ -139,9 +139,13 @@ def _start(
     """Pass the runs to launch, forks after their trunks. Return (its first nonzero exit code,
     whether a signal arrived).
     """
-    progress, code, came, dry_run = Progress(study, runs), 0, False, "--dry-run" in command
+    progress = Progress(study, runs)
+    code = 0
+    came = False
+    dry_run = "--dry-run" in command
     for forks in (False, True):
-        some, after = [run for run in runs if bool(run.trunk) == forks], list[str]()
+        some = [run for run in runs if bool(run.trunk) == forks]
+        after: list[str] = []
         if forks and some and not dry_run:
             if local:
                 rows = standings(study) or {}
@@ -210,20 +214,15 @@ def is_local(profile: Path) -> bool:
         if "scheduler" in values or not isinstance(values.get("base"), str):
             return values.get("scheduler") == "local"
         base = values["base"]
-        profile = (
-            profile.parent / base
-            if "/" in base or base.endswith(".yaml")
-            else PROFILES / f"{base}.yaml"
-        )
+        is_path = "/" in base or base.endswith(".yaml")
+        profile = profile.parent / base if is_path else PROFILES / f"{base}.yaml"
     return False
 
 
 def _environment() -> dict[str, str]:
     """Return the user's environment with the checkout on the module path."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
+    folders = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
 # --- progress of launch ---------------------------------------------------------------------------
@@ -244,21 +243,22 @@ class Progress:
 
     def line(self, rows: dict[str, dict[str, Any]]) -> str:
         """Return one line from the states of the runs."""
-        done = [rows.get(run.name, {}).get("state") == "finished" for run in self.runs]
-        steps = [
-            max(0, (rows.get(run.name, {}).get("step") or 0) - run.begin_step) for run in self.runs
-        ]
-        parts = [
-            min(1.0, step / (run.steps - run.begin_step))
-            for run, step in zip(self.runs, steps, strict=True)
-        ]
-        flops = sum(
-            run.own_flops * (1.0 if full else part)
-            for run, full, part in zip(self.runs, done, parts, strict=True)
-        )
-        share = flops / sum(run.own_flops for run in self.runs)
-        self.at_first = share if self.at_first is None else self.at_first
-        elapsed, gained = time.monotonic() - self.began, share - self.at_first
+        done = 0
+        flops = []
+        for run in self.runs:
+            row = rows.get(run.name, {})
+            part = 1.0
+            if row.get("state") == "finished":
+                done += 1
+            else:
+                steps = max(0, (row.get("step") or 0) - run.begin_step)
+                part = min(1.0, steps / (run.steps - run.begin_step))
+            flops.append(run.own_flops * part)
+        share = sum(flops) / sum(run.own_flops for run in self.runs)
+        if self.at_first is None:
+            self.at_first = share
+        elapsed = time.monotonic() - self.began
+        gained = share - self.at_first
         left = f"; {duration(elapsed / gained * (1 - share))} left" if gained > SOME else ""
         work = [
             f"{row['name']} {row['step']}/{row['steps']}"
@@ -267,7 +267,7 @@ class Progress:
         ]
         now = f"; now {', '.join(work)}" if work else ""
         return (
-            f"{self.study.name}: {sum(done)} of {len(self.runs)} runs done, {share:.0%} of the"
+            f"{self.study.name}: {done} of {len(self.runs)} runs done, {share:.0%} of the"
             f" FLOPs{left}{now}"
         )
 
@@ -305,7 +305,9 @@ def _follow(
     launch runs in a separate session, and each signal to this process is forwarded to it once. In
     the same process group launch would receive a signal twice, and the second one ends it at once.
     """
-    came, handed, reported = list[int](), 0, time.monotonic()
+    came: list[int] = []
+    handed = 0
+    reported = time.monotonic()
 
     def take(number: int, _: FrameType | None) -> None:
         came.append(number)
@@ -321,7 +323,8 @@ def _follow(
                 handed += 1
             time.sleep(POLL_SECONDS)
             if time.monotonic() - reported >= TELL_SECONDS and not came:
-                rows, reported = standings(progress.study), time.monotonic()
+                rows = standings(progress.study)
+                reported = time.monotonic()
                 if rows is not None:
                     print(progress.line(rows), flush=True)
     return process.returncode, bool(came)
@@ -338,11 +341,11 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
             f" {study.directory}"
         )
     done = sum(rows.get(run.name, {}).get("state") == "finished" for run in runs)
-    failed = [
-        (run.name, row)
-        for run in runs
-        if (row := rows.get(run.name)) is not None and row["state"] in FAILED and row["message"]
-    ]
+    failed = []
+    for run in runs:
+        row = rows.get(run.name)
+        if row is not None and row["state"] in FAILED and row["message"]:
+            failed.append((run.name, row))
     if came:
         print(
             f"{study.name}: stopped; {done} of {len(runs)} runs are done; the same command"
@@ -369,4 +372,5 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
         elif done == len(runs):
             next_one = f"next: python -m tools.scaling collect {study.path}"
         print(f"{study.name}: {done} of {len(runs)} runs are done; {next_one}")
-    return code or (1 if failed or (local and done < len(runs)) else 0)
+    incomplete = local and done < len(runs)
+    return code or (1 if failed or incomplete else 0)
