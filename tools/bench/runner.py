@@ -68,11 +68,12 @@ def facts() -> dict[str, Any]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
+    device = f"CPU ({host.machine()}, {os.cpu_count()} cores)"
+    if platform.has_cuda():
+        device = platform.device_name()
     return {
         "date": date.today().isoformat(),
-        "device": platform.device_name()
-        if platform.has_cuda()
-        else f"CPU ({host.machine()}, {os.cpu_count()} cores)",
+        "device": device,
         "memory_bytes": platform.device_memory_bytes(),
         "threads": torch.get_num_threads(),
         "python": host.python_version(),

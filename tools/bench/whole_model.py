@@ -196,11 +196,10 @@ class LanguageModel(nn.Module):
             x = torch.cat((x, self.velocities[tokens]), dim=-1)
         x = x.transpose(0, 1).contiguous()
         for block in self.blocks:
-            x = (
-                checkpoint(block, x, context, use_reentrant=False)
-                if self.recompute
-                else block(x, context)
-            )
+            if self.recompute:
+                x = checkpoint(block, x, context, use_reentrant=False)
+            else:
+                x = block(x, context)
         logits = linear(rms_norm(x[..., : len(self.norm)], self.norm, self.eps), self.output)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return cross_entropy(logits.to(wide).flatten(0, 1), labels.T.flatten())

@@ -46,12 +46,10 @@ def admit(place: Mirror, run_dir: Path, *, by_run: bool) -> tuple[str | None, bo
     new = not newest_first(run_dir / "checkpoints")
     lost = own is None and new and owner["run_dir"] == str(run_dir.resolve())
     if not (lost if by_run else new or own is None):
-        way = (
-            f"; if it is this run, take it over: python -m tools.checkpoint fetch {run_dir}"
-            f" {place.url}"
-            if new
-            else ""
-        )
+        way = ""
+        if new:
+            command = f"python -m tools.checkpoint fetch {run_dir} {place.url}"
+            way = f"; if it is this run, take it over: {command}"
         raise _another(place, owner, way)
     return record_of(owner["run"], run_dir), False
 
@@ -118,11 +116,9 @@ def _owner(place: Mirror) -> dict[str, str] | None:
     for name in names:
         with suppress(*_UNREADABLE):
             manifest = place.manifest(name)
-            return (
-                {"run": manifest["run"], "run_dir": str(manifest["config"]["run_dir"])}
-                if manifest["run"]
-                else None
-            )
+            if not manifest["run"]:
+                return None
+            return {"run": manifest["run"], "run_dir": str(manifest["config"]["run_dir"])}
     return None
 
 

@@ -20,11 +20,9 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def _names_a_file(name: str) -> str | None:
-    return (
-        None
-        if not name or NAME.fullmatch(name)
-        else "is not a valid file name: use only letters, digits, ., - and _"
-    )
+    if not name or NAME.fullmatch(name):
+        return None
+    return "is not a valid file name: use only letters, digits, ., - and _"
 
 
 @dataclass(frozen=True)

@@ -169,11 +169,9 @@ def generate(
         token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None
     )
     ids, mask = left_padded(rows, pad)
-    streamer = (
-        TextStreamer(tokenizer, skip_special_tokens=True)
-        if len(rows) == 1 and settings.beams == 1 and not settings.json
-        else None
-    )
+    streamer = None
+    if len(rows) == 1 and settings.beams == 1 and not settings.json:
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
     torch.manual_seed(settings.seed)
     answer = Answer(opened, settings, prompts, [len(row) for row in rows])
     clock = answer.clock
@@ -290,11 +288,10 @@ def layer_bytes(layer: Any) -> int:
     A layer has this project's dictionary of tensors, or keys and values.
     """
     state = getattr(layer, "state", None)
-    held = (
-        state.values()
-        if isinstance(state, dict)
-        else (getattr(layer, "keys", None), getattr(layer, "values", None))
-    )
+    if isinstance(state, dict):
+        held = list(state.values())
+    else:
+        held = [getattr(layer, "keys", None), getattr(layer, "values", None)]
     return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
 
@@ -319,11 +316,9 @@ def cost_lines(answer: Answer, cost: dict[str, Any]) -> list[str]:
             f"{_rate(cost['decode_tokens'], cost['decode_seconds'])}"
         )
     if cost["cache_bytes"] is not None:
-        formula = (
-            ""
-            if cost["cache_formula_bytes"] is None
-            else f"; by the formula {cost['cache_formula_bytes']:,}"
-        )
+        formula = ""
+        if cost["cache_formula_bytes"] is not None:
+            formula = f"; by the formula {cost['cache_formula_bytes']:,}"
         rows = len(answer.rows) * settings.beams
         held = "capacity " if settings.compile else ""
         lines.append(

@@ -83,9 +83,8 @@ def bundle(shapes: Iterable[Any]) -> dict[str, str]:
         seen |= needed[module]
     for entry in ENTRIES:
         files[f"{flat(entry)}.py"] += _named(_reached(entry, needed) - {entry})
-    digest = hashlib.sha256(
-        "".join(name + files[name] for name in sorted(files)).encode()
-    ).hexdigest()
+    code = "".join(name + files[name] for name in sorted(files))
+    digest = hashlib.sha256(code.encode()).hexdigest()
     files["configuration_fem.py"] += f"\n# The digest of all of this folder's code: {digest}\n"
     return files
 

@@ -327,20 +327,14 @@ class First:
         if self.weights:
             largest = max(self.weights, key=lambda found: found.absolute)
             names = first_few([found.where for found in self.weights], 2)
-            parts.append(
-                f"{number(largest.absolute)} in weights"
-                f" ({names}{', ' + largest.note if largest.note else ''})"
-            )
+            note = f", {largest.note}" if largest.note else ""
+            parts.append(f"{number(largest.absolute)} in weights ({names}{note})")
         if self.computed is not None:
-            parts.append(
-                f"{number(self.computed.absolute)} in its output"
-                + (f" ({self.computed.note})" if self.computed.note else "")
-            )
-        blame = (
-            ""
-            if self.weights != []
-            else "; its weights agree, so configuration, code or rounding differs"
-        )
+            note = f" ({self.computed.note})" if self.computed.note else ""
+            parts.append(f"{number(self.computed.absolute)} in its output{note}")
+        blame = ""
+        if self.weights == []:
+            blame = "; its weights agree, so configuration, code or rounding differs"
         return (
             f"{self.where}: first difference, {', '.join(parts)}; everything before agrees to"
             f" {number(self.before)}{blame}"

@@ -89,11 +89,8 @@ class Source:
         """Return the context length and the special tokens that transformers reads from the folder;
         ids outside the vocabulary are ignored.
         """
-        read: Any = (
-            FemLMConfig.from_dict(self.folder.config)
-            if self.folder.ours
-            else read_stock(self.folder.config)
-        )
+        read_config = FemLMConfig.from_dict if self.folder.ours else read_stock
+        read: Any = read_config(self.folder.config)
         path, entries = self.folder.path / GENERATION, range(self.model.vocab_size or 0)
         generation = json_object(path) if path.is_file() else {}
         kept = {
@@ -344,10 +341,8 @@ def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
     An earlier import is accepted with ``overwrite``.
     """
     if hf_dir.resolve().is_relative_to(out.resolve()):
-        raise ConfigError(
-            f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'contains'} the folder to"
-            " import: choose another one"
-        )
+        relation = "is" if hf_dir.resolve() == out.resolve() else "contains"
+        raise ConfigError(f"{out} {relation} the folder to import: choose another one")
     refuse_occupied(out, overwrite)
     refuse_foreign(out, MODEL, "import")
 

@@ -496,11 +496,9 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
 
         max_cache_len: its fixed size in tokens; None: it grows with the text.
         """
-        return (
-            FemCache(self.config)
-            if max_cache_len is None
-            else FemStaticCache(self.config, max_cache_len)
-        )
+        if max_cache_len is None:
+            return FemCache(self.config)
+        return FemStaticCache(self.config, max_cache_len)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Raise ValueError: continuous batching needs a paged cache of keys and values.

@@ -249,11 +249,9 @@ def check_architecture(folder: Folder) -> None:
         named = sorted({f"{value.partition('.')[0]}.py" for value in AUTO_MAP.values()})
         absent = [file for file in named if not (folder.path / file).is_file()]
         if wanted != AUTO_MAP or absent:
-            what = (
-                f"{absent[0]} is missing"
-                if absent
-                else f"auto_map in {CONFIG} is not the one of an export"
-            )
+            what = f"auto_map in {CONFIG} is not the one of an export"
+            if absent:
+                what = f"{absent[0]} is missing"
             raise ConfigError(
                 f"{folder.path} is an incomplete export: {what}; export the checkpoint again"
             )
@@ -406,11 +404,9 @@ def _tokenizer(named: Path | None, usual: list[Path]) -> Reader:
     for folder in [named] if named else usual:
         if has_tokenizer(folder):
             return load_tokenizer(folder), folder, None
-    where = (
-        f"the tokenizer of the training, {usual[-1]}, does not exist"
-        if len(usual) > 1
-        else f"{usual[-1]} has none"
-    )
+    where = f"{usual[-1]} has none"
+    if len(usual) > 1:
+        where = f"the tokenizer of the training, {usual[-1]}, does not exist"
     return None, None, f"no tokenizer: {where}; {NAME_A_TOKENIZER}"
 
 
@@ -453,11 +449,8 @@ def state_of(source: Converted, dtype: torch.dtype, device: torch.device) -> dic
     state = {}
     for name, full in source.items():
         tensor = full.to(device=device, dtype=dtype)
-        state[name] = (
-            tensor.clone()
-            if tensor.untyped_storage().nbytes() > tensor.nbytes
-            else tensor.contiguous()
-        )
+        is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+        state[name] = tensor.clone() if is_part else tensor.contiguous()
         del full, tensor  # free them before the next one is read
     return state
 
@@ -511,12 +504,10 @@ def _tokenizer_digest(*folders: Path) -> str:
     Empty if no folder does.
     """
     folder = next((folder for folder in folders if has_tokenizer(folder)), None)
-    return (
-        ""
-        if folder is None
-        else READING
-        + _files([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()])
-    )
+    if folder is None:
+        return ""
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return READING + _files(files)
 
 
 def _files(files: list[Path]) -> str:

@@ -84,12 +84,11 @@ def why_not_stock(model: ModelConfig) -> str | None:
             "model.qk_norm and model.attention.qkv_bias: Qwen3, the class with norms of q and k,"
             " would also have a bias on o_proj"
         )
-    scaled = AttentionShape.of(model).scale is not None
+    if AttentionShape.of(model).scale is None:
+        return None
     return (
         f"model.mup.base_head_size={model.mup.base_head_size} gives the scores a scale other than 1"
         " / sqrt(d)"
-        if scaled
-        else None
     )
 
 

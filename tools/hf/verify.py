@@ -60,9 +60,8 @@ def as_text(found: Findings) -> str:
         for side, path, about in zip("AB", found.sides, found.about, strict=True)
     ]
     listed = [f"{key} {one!r} and {two!r}" for key, (one, two) in found.settings.items()]
-    lines.append(
-        f"configuration: {'differs: ' + first_few(listed, SHOWN, '; ') if listed else 'equal'}"
-    )
+    differences = f"differs: {first_few(listed, SHOWN, '; ')}" if listed else "equal"
+    lines.append(f"configuration: {differences}")
     if found.lacking_tokenizer:
         lacking = " and ".join(map(str, found.lacking_tokenizer))
         lines.append(f"tokenizers: not compared, no tokenizer in {lacking}")

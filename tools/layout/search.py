@@ -179,13 +179,12 @@ def _with(
     if section == "parallel":
         if gpus % part.model_parallel:
             return None  # the checks would refuse it as well, but take longer
+        kind = part.context_parallel_kind if part.context_parallel_size > 1 else None
         part = replace(
             part,
             world_size=gpus,
             sequence_parallel=part.tensor_model_parallel_size > 1,
-            context_parallel_kind=part.context_parallel_kind
-            if part.context_parallel_size > 1
-            else None,
+            context_parallel_kind=kind,
             use_distributed_optimizer=True,
             overlap_grad_reduce=True,
             overlap_param_gather=config.engine.name == "megatron",

@@ -251,7 +251,7 @@ def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
     overlapped = exchanged_bytes(plan, overlapped=True) / plan.micro_batches
     near = max(1, NODE // plan.training.tensor_parallel)  # ranks of the group within a node
     speed, latency = machine.nvlink, machine.latency["nvlink"]
-    calls = 4 + 2 * (plan.config.train.recompute == "full")
+    calls = 6 if plan.config.train.recompute == "full" else 4
     if size > near:  # each rank uses its own link; a ring is as fast as its slowest link
         share = 1.0 if overlapped else (size - 1) / (size - near)
         speed, latency = min(speed, machine.fabric * share), machine.latency["fabric"]

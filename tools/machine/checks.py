@@ -151,11 +151,9 @@ def gpus() -> Iterator[Check]:
         if not seen:
             yield Check("ok", "gpu", "no GPU: everything runs on the CPU with gloo")
             return
-        why = (
-            "the driver is older than torch's CUDA, or CUDA_VISIBLE_DEVICES hides them"
-            if toolkit()
-            else "torch is built without CUDA"
-        )
+        why = "torch is built without CUDA"
+        if toolkit():
+            why = "the driver is older than torch's CUDA, or CUDA_VISIBLE_DEVICES hides them"
         remedy = "install a torch for the driver that nvidia-smi names"
         yield Check("FAILED", "gpu", f"torch uses none of {', '.join(seen)}: {why}", remedy)
         return
@@ -181,11 +179,9 @@ def triton() -> Iterator[Check]:
     on_gpu = machine.device().type == "cuda"
     found, fault = triton_version(), lacks_triton(machine.device())
     if found is None:
-        remedy = (
-            f"slower implementations run: {GPU_EXTRA}"
-            if on_gpu
-            else "only tests need it on a CPU: make setup"
-        )
+        remedy = "only tests need it on a CPU: make setup"
+        if on_gpu:
+            remedy = f"slower implementations run: {GPU_EXTRA}"
         yield Check("absent", "triton", "not installed", remedy)
         return
     yield Check(

@@ -95,9 +95,8 @@ def recall(
     other = torch.randint(2 * kinds, 4 * kinds, both.shape, generator=generator)
     tokens = torch.where(noisy[..., None], other, both).flatten(1)
     requested = torch.stack((torch.zeros_like(seen), seen), -1).flatten(1)
-    return tokens[:, :-1], tokens[:, 1:] if training else tokens.masked_fill(~requested, IGNORED)[
-        :, 1:
-    ]
+    targets = tokens if training else tokens.masked_fill(~requested, IGNORED)
+    return tokens[:, :-1], targets[:, 1:]
 
 
 def fuzzy_recall(count: int, length: int, generator: Generator, *, training: bool) -> Examples:
@@ -232,24 +231,19 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     the decoder.
     """
     kind, length = task_of(case), length_of(case, size)
-    entries, made = VOCABULARY[kind], []
-    for part, count in enumerate((800 if case == FEW else size.train, size.test, size.test)):
+    entries = VOCABULARY[kind]
+    counts = [800 if case == FEW else size.train, size.test, size.test]
+    if kind == "memorization":
+        counts = [256] * len(counts)
+    made = []
+    for part, count in enumerate(counts):
         generator = torch.Generator().manual_seed(1000 * seed + part)
-        made.append(
-            examples(
-                kind,
-                256 if kind == "memorization" else count,
-                length,
-                generator,
-                training=part == 0,
-            )
-        )
+        made.append(examples(kind, count, length, generator, training=part == 0))
     torch.manual_seed(seed)
-    head: nn.Module = (
-        Decompression(size.width, length, entries)
-        if kind == "compression"
-        else classifier(size.width, entries)
-    )
+    if kind == "compression":
+        head: nn.Module = Decompression(size.width, length, entries)
+    else:
+        head = classifier(size.width, entries)
     task = classification(
         Network(model_of(size, ROWS[row]), nn.Embedding(entries, size.width), head), *made
     )

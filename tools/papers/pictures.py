@@ -128,12 +128,10 @@ def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool =
     except ImportError as error:
         raise UserError(f"{name}: {error}; pip install -e .[eval]") from None
     try:
-        saved = (folder / "dataset_dict.json").exists()
-        found = (
-            datasets.load_from_disk(folder)
-            if saved
-            else datasets.load_dataset(str(folder) if folder.is_dir() else name)
-        )
+        if (folder / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(folder)
+        else:
+            found = datasets.load_dataset(str(folder) if folder.is_dir() else name)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         title = (
             f"neither {folder} nor {name} on the Hub could be read:"

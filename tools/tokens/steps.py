@@ -202,7 +202,7 @@ def _record(
         if not part.name or begin.step < step < last:
             points[step] = progress["consumed_tokens"] // length - before
     lines = [line for line in all_signalled if not part.name or begin.step < line[0] <= last]
-    jumps = dict[int, int]()
+    jumps: dict[int, int] = {}  # step -> samples of the order after those skipped at this step
     points.update(
         (step, tokens // length - before + passed_over) for step, tokens, passed_over in lines
     )
@@ -215,11 +215,12 @@ def _record(
         if isinstance(values, list):
             batches.update(value for value in values if type(value) is int and value > 0)
     line = [(begin.step, begin.consumed_samples - before)]
-    for point in sorted(points.items()):
-        if point[0] > line[-1][0] and point[1] > line[-1][1]:
-            line.append(point)
-        if point[0] in jumps:
-            line.append((point[0], jumps[point[0]]))
+    for step, samples in sorted(points.items()):
+        last_step, last_samples = line[-1]
+        if step > last_step and samples > last_samples:
+            line.append((step, samples))
+        if step in jumps:
+            line.append((step, jumps[step]))
     done, consumed = line[-1]
     if last > done:
         line.append((last, consumed + (last - done) * schedule.batch_samples))

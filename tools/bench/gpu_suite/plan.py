@@ -206,18 +206,17 @@ def _too_large(task: Task, device: torch.device) -> str | None:
         return None
     planned = engines.planned(engines.Job.from_json(task.arguments), cuda=True).total
     there = platform.device_memory_bytes()
+    if planned < there:
+        return None
     return (
-        None
-        if planned < there
-        else f"its plan needs {planned / 2**30:.1f} GiB of GPU memory, "
-        f"and there are {there / 2**30:.1f}"
+        f"its plan needs {planned / 2**30:.1f} GiB of GPU memory, and there are {there / 2**30:.1f}"
     )
 
 
 def _op_of(task: Task) -> str:
-    return str(
-        task.arguments["op"] if "op" in task.arguments else WORKLOADS[task.arguments["workload"]].op
-    )
+    if "op" in task.arguments:
+        return str(task.arguments["op"])
+    return WORKLOADS[task.arguments["workload"]].op
 
 
 def _what(task: Task) -> str:

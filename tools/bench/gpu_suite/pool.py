@@ -81,11 +81,10 @@ class Worker:
                 self.close()
         else:
             self.close()
-            answer = {
-                "gap": f"no answer within {limit:.0f} s"
-                if timed_out
-                else f"the process ended: {self._last_line()}"
-            }
+            if timed_out:
+                answer = {"gap": f"no answer within {limit:.0f} s"}
+            else:
+                answer = {"gap": f"the process ended: {self._last_line()}"}
         return self._with_messages(answer) if self.tool else answer
 
     def close(self) -> None:

@@ -180,14 +180,15 @@ def _run_cells(outcome: Outcome) -> tuple[str, str]:
     found = outcome.result
     if "worst" not in found:
         return verdict, ""
-    return verdict, "equal to the bit" if found[
-        "equal"
-    ] else f"difference {found['worst']:.1e}, bound {found['bound']:.0e}"
+    if found["equal"]:
+        return verdict, "equal to the bit"
+    return verdict, f"difference {found['worst']:.1e}, bound {found['bound']:.0e}"
 
 
 def sanitizer(results: Results) -> str:
     """Return the number of checked cases for each tool, and a line for each case with a report."""
-    lines, count = [], dict[str, int]()
+    lines = []
+    count: dict[str, int] = {}
     for outcome in results.of_kind("sanitize"):
         count[outcome.task.tool] = count.get(outcome.task.tool, 0) + 1
         if outcome.failed:

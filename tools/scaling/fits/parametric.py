@@ -166,8 +166,10 @@ def _starts(data: huber.Data, delta: float) -> Array:
     """
     loss = np.exp(data.target)
     lower, upper = data.bounds()
-    exponents, starts = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2), []
-    for alpha, beta, share in itertools.product(exponents, exponents, (0.05, 0.3, 0.6, 0.85, 0.95)):
+    exponents = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2)
+    shares = (0.05, 0.3, 0.6, 0.85, 0.95)
+    starts = []
+    for alpha, beta, share in itertools.product(exponents, exponents, shares):
         terms = np.stack([np.exp(-alpha * data.x), np.exp(-beta * data.y)], axis=1)
         e = share * loss.min()
         (a, b), _ = nnls(terms / loss[:, None], (loss - e) / loss)

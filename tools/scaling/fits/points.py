@@ -86,11 +86,9 @@ def points_of(frame: pd.DataFrame, parameters: str) -> Points:
         arrays[name] = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
         wrong = ~(np.isfinite(arrays[name]) & (arrays[name] > 0))
         if name in wanted and wrong.any():
-            fix = (
-                "; set fit.parameters: total"
-                if column == SIZE_COLUMN["non_embedding"]
-                else "; remove the run, or run it again"
-            )
+            fix = "; remove the run, or run it again"
+            if column == SIZE_COLUMN["non_embedding"]:
+                fix = "; set fit.parameters: total"
             raise ConfigError(
                 f"run {runs[wrong][0]}: {column} = {arrays[name][wrong][0]:g}: a law needs a"
                 f" positive number{fix}"

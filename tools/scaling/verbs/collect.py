@@ -473,11 +473,9 @@ def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Re
     if fork is None:
         return record
     if begins_at(fork) != (planned.trunk, planned.begin_step):
-        wanted = (
-            f"it to begin at step {planned.begin_step} of {planned.trunk}"
-            if planned.trunk
-            else "no fork"
-        )
+        wanted = "no fork"
+        if planned.trunk:
+            wanted = f"it to begin at step {planned.begin_step} of {planned.trunk}"
         raise ConfigError(
             f"{record.place}: it began at {fork}, but the study now plans {wanted}; move the run"
             " away and run it again"
@@ -544,7 +542,8 @@ def _exported(where: str, line: str) -> Record:
             f"{place}: history: no row has {', '.join(nowhere)}; export the rows with"
             f" {', '.join(EXPORTED_KEYS)}"
         )
-    steps, before = [], begins_at(config.checkpoint.fork)[1]
+    steps = []
+    _, before = begins_at(config.checkpoint.fork)
     for row in rows:
         if "loss" in row and "step_seconds" in row:
             steps.append(
@@ -552,7 +551,8 @@ def _exported(where: str, line: str) -> Record:
             )
             before = row["step"]
     validations = tuple((row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row)
-    last, wanted = (validations[-1][0] if validations else 0), Schedule.of(config).steps
+    last = validations[-1][0] if validations else 0
+    wanted = Schedule.of(config).steps
     unfinished = "" if last == wanted else f"its last validation is of step {last} of {wanted}"
     return Record(place, "wandb", config, tuple(steps), validations, unfinished)
 
@@ -606,7 +606,8 @@ def table_rows(record: Record, planned: PlannedRun, data: DataIdentity) -> list[
         "config_hash": config_hash(config, data),
         "source": record.source,
     }
-    rows, before = [], 0
+    rows = []
+    before = 0
     for step, loss in record.validations:
         if not math.isfinite(loss):
             continue

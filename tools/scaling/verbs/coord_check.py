@@ -290,23 +290,21 @@ def _measure(case: Case, configs: dict[int, RunConfig], steps: int, seeds: int) 
 
     one = next(iter(configs.values()))
     tokens, source = _tokens(one)
-    mup = (
-        f"mup, base width {one.model.mup.base_hidden_size}"
-        if one.model.parametrization == "mup"
-        else one.model.parametrization
-    )
+    mup: str = one.model.parametrization
+    if mup == "mup":
+        mup = f"mup, base width {one.model.mup.base_hidden_size}"
     print(
         f"\n{case.name}, {mup}: {one.model.num_layers} layers, {steps} steps at a learning rate of"
         f" {one.optimizer.lr:g} on one batch of {one.train.global_batch_size} x"
         f" {one.data.seq_length} tokens, {source}; mean of {counted(seeds, 'seed')}",
         flush=True,
     )
-    found, started = [], time.monotonic()
+    found = []
+    started = time.monotonic()
     for config in configs.values():
         for seed in range(one.train.seed, one.train.seed + seeds):
-            found += activations.measure(
-                case.name, replace(config, train=replace(config.train, seed=seed)), tokens, steps
-            )
+            seeded = replace(config, train=replace(config.train, seed=seed))
+            found += activations.measure(case.name, seeded, tokens, steps)
     print(f"trained in {time.monotonic() - started:.0f} s\n", flush=True)
     return found
 
@@ -320,9 +318,9 @@ def _tokens(config: RunConfig) -> tuple[np.ndarray, str]:
     if not any_on_disk(config):
         assert config.model.vocab_size is not None
         words = f"drawn by Zipf's law from {config.model.vocab_size}"
-        return zipf_tokens(count, config.model.vocab_size), (
-            f"{words} (the data of the run does not exist)" if config.data.train else words
-        )
+        if config.data.train:
+            words += " (the data of the run does not exist)"
+        return zipf_tokens(count, config.model.vocab_size), words
     prefix = Path(config.data.train[0].prefix)
     found = first_tokens(prefix, count)
     if len(found) < count:
@@ -450,7 +448,8 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
     last = max(record.step for record in records)
     at_end = [record for record in records if record.step == last]
     widths = tuple(sorted({record.width for record in at_end}))
-    found, sites = [], dict.fromkeys(record.site for record in at_end)
+    sites = dict.fromkeys(record.site for record in at_end)
+    found = []
     for site, quantity in itertools.product(sites, QUANTITIES):
         values = []
         for width in widths:
@@ -548,7 +547,12 @@ def coordinates(records: Sequence[Record]) -> Any:
     log_axis(grid[0, 0].yaxis, low, high, "number")
     widths = next(iter(verdicts.values()))[0].widths
     grid[0, 0].set_xticks(widths, [str(width) for width in widths])
-    labels = [in_words(site) + " (pale: not judged)" * (site == "logits") for site in styles]
+    labels = []
+    for site in styles:
+        label = in_words(site)
+        if site == "logits":
+            label += " (pale: not judged)"
+        labels.append(label)
     handles = [marked(linewidth=1.4, markersize=4.5, **style) for style in styles.values()]
     legend_below(figure, handles, labels, 4)
     return figure

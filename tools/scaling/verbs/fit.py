@@ -135,7 +135,8 @@ def fit_study(
             f"{source}: no complete run of {', '.join(variants)}; python -m tools.scaling run"
             " STUDY.yaml trains them, then collect"
         )
-    baseline, comparisons = found.get(variants[0]), []
+    baseline = found.get(variants[0])
+    comparisons = []
     for fit in found.values():
         if baseline is not None and fit is not baseline:
             comparisons += compare(fit, baseline, config.interval)
