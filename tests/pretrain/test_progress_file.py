@@ -73,7 +73,7 @@ def watching(run_dir: Path) -> Iterator[list[tuple[str, int, str | None]]]:
     thread = threading.Thread(target=poll)
     thread.start()
     try:
-        with mock.patch.object(ProgressFile, "tell", write_and_check):
+        with mock.patch.object(ProgressFile, "write", write_and_check):
             yield seen
     finally:
         over.set()
