@@ -167,7 +167,7 @@ def _same(
         written(place) not in (text, None) for place, text in configs.items()
     ):
         try:
-            configs = wanted.again(snapshot.code_folder(Path(where)))
+            configs = wanted.resolve_with(snapshot.code_folder(Path(where)))
         except UserError as error:
             raise UserError(
                 f"{where} has a job with the code of {code.label}, which reports: {error}; {how}"

@@ -22,14 +22,15 @@ import yaml
 
 from fem_common import secrets
 from fem_common.errors import UserError
+from fem_common.exits import Exit
 from launch.cluster.profile import Profile
 from launch.cluster.slurm import clean_environment
 from launch.job.job import Item, Job, launch_folder
 from launch.job.snapshot import ROOT, code_folder
 
 COMMANDS = Path("runs") / "jobs"  # default folder of commands' directories
-# limit for pretrain to resolve a configuration: imports from a cold file system take long
-SECONDS = 600.0
+# Limit for pretrain to resolve or check a configuration: imports from a cold file system are slow.
+PRETRAIN_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Wanted:
     job: Job
     # An item's directory -> its run's complete configuration as YAML; empty for commands.
     configs: Mapping[str, str]
-    # `configs` as the code in another folder resolves them
-    again: Callable[[Path], Mapping[str, str]]
+    # Resolves the configurations with the code in another folder.
+    resolve_with: Callable[[Path], Mapping[str, str]]
 
 
 def wanted(request: Request) -> Wanted:
@@ -75,7 +76,8 @@ def wanted(request: Request) -> Wanted:
     """
     if request.nodes < 1 or (request.processes is not None and request.processes < 1):
         raise UserError("--nodes and --processes must be at least 1")
-    for name, value in os.environ.items():  # the words are written into the job's files
+    # The words are written into the job's files. A variable with the path of a secret is no secret.
+    for name, value in os.environ.items():
         found = (
             secrets.values({name: value})
             if secrets.is_secret(name) and not os.path.exists(value)
@@ -83,8 +85,8 @@ def wanted(request: Request) -> Wanted:
         )
         if any(secret in word for word in request.words for secret in found):
             raise UserError(
-                f"a word of the command is the value of ${name}, and would be written to files; "
-                f"jobs inherit ${name} anyway"
+                f"a word of the command contains the value of ${name}, and would be written to "
+                f"files; jobs inherit ${name} anyway"
             )
     return _command(request) if request.is_command else _run(request)
 
@@ -123,7 +125,7 @@ def pretrain(
     to run. directory: value for run_dir; None: as configured.
 
     Raises:
-        UserError: pretrain fails (with its error text) or does not end within `SECONDS`.
+        UserError: pretrain fails (with its error text) or does not end within `PRETRAIN_SECONDS`.
     """
     ours = [f"parallel.world_size={world_size}"]
     if directory is not None:
@@ -142,12 +144,12 @@ def pretrain(
             capture_output=True,
             text=True,
             env=environment,
-            timeout=SECONDS,
+            timeout=PRETRAIN_SECONDS,
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"pretrain did not finish reading {words[0]} in {SECONDS:g} seconds; does a file "
-            "system hang?"
+            f"pretrain did not finish reading {words[0]} in {PRETRAIN_SECONDS:g} seconds; does a "
+            "file system hang?"
         ) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no output"]
@@ -159,7 +161,7 @@ def pretrain(
         last = "; ".join(output) or lines[-1]
         raise UserError(
             last
-            if done.returncode == 2
+            if done.returncode == Exit.WRONG_INPUT
             else f"python -m pretrain {words[0]} {stop} failed with {done.returncode}: {last}"
         )
     return done.stdout
@@ -180,7 +182,8 @@ def pretrain_text(text: str, world_size: int, stop: str, *words: str, code: Path
 def data_fault(configs: Iterable[str], world_size: int) -> str | None:
     """Return an error text (one line) if data of the runs is missing or unsuitable, otherwise None.
 
-    configs: resolved configurations as YAML texts.
+    configs: resolved configurations as YAML texts. Those with the same data section are checked
+    once.
     """
     different = {
         json.dumps(read_config(text).get("data"), sort_keys=True): text for text in configs
@@ -219,8 +222,10 @@ def run_item(directory: str, name: str) -> Item:
 def new_job(request: Request, name: str, directory: str, items: Sequence[Item], array: bool) -> Job:
     """Return a job of training runs or of commands, according to ``request``.
 
-    array: the items are the tasks of a Slurm job array. torchrun is not used for a single process,
-    unless the process must be bound to the CPUs of its GPU.
+    array: the items are the tasks of a Slurm job array.
+
+    torchrun starts several processes, and also a run's single process if it must be bound to the
+    CPUs of its GPU.
     """
     profile, run = request.profile, not request.is_command
     processes = request.processes or (profile.processes_per_node if run else 1)
@@ -279,13 +284,15 @@ def _command(request: Request) -> Wanted:
     elif tasks < 1:
         raise UserError(f"--tasks is {tasks}; it must be at least 1")
     else:
-        # The variables that a command of an array reads, independent of the submitted part of the
-        # array.
-        every = {
+        # Slurm would set these from the submitted tasks. If only a part is submitted again, its
+        # commands must still see the complete array.
+        array_variables = {
             f"SLURM_ARRAY_TASK_{key}": str(value)
             for key, value in (("COUNT", tasks), ("MIN", 0), ("MAX", tasks - 1), ("STEP", 1))
         }
-        environments = [{**every, "SLURM_ARRAY_TASK_ID": str(index)} for index in range(tasks)]
+        environments = [
+            {**array_variables, "SLURM_ARRAY_TASK_ID": str(index)} for index in range(tasks)
+        ]
         items = [
             Item(f"{directory}/tasks/{i:04}", argv, f"{name}[{i}]", environments[i])
             for i in range(tasks)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import heapq
+import io
 import json
 import os
 import re
@@ -48,9 +49,8 @@ class Scribe:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, os.open(path, _LOG_FLAGS, 0o644)
         self._free_bytes = 0  # bytes that may be written before the next check of the size
-        # The size of the first quarter up to the end of its last line; the number of bytes that are
-        # no longer in the log.
-        self._head = self._left_out = 0
+        self._head = 0  # bytes of the first quarter up to the end of its last line
+        self._left_out = 0  # bytes that are no longer in the log
         self._findings = findings
         self._hidden = _pattern(hidden)
         self._rest = bytearray()
@@ -84,7 +84,7 @@ class Scribe:
             self._write([rest], now)
 
     def note(self, text: str) -> None:
-        """Write a line of the keeper itself (`launch.node.rank`) to the log."""
+        """Write a line of the process that runs the rank (`launch.node.rank`) to the log."""
         self.flush()
         self._put(b"%.3f [launch] %b\n" % (time.time(), text.encode(errors="replace")), 1)
 
@@ -116,7 +116,7 @@ class Scribe:
             self._shorten()
 
     def _shorten(self) -> None:
-        """Replace the log if it is above `LOG_BYTES`.
+        """Shorten the log to its first and its last quarter if it is larger than `LOG_BYTES`.
 
         The new file is synced first, so that a full disk or a crash of the node loses no log.
         """
@@ -124,16 +124,17 @@ class Scribe:
         try:
             status = os.fstat(self._file)
             self._free_bytes = LOG_BYTES - status.st_size
-            if self._free_bytes >= 0:  # also if it is a device, or another process truncated it
+            # A device has size 0, and another process may have truncated the file.
+            if self._free_bytes >= 0:
                 return
             self._free_bytes = LOG_BYTES // 2
             head = os.pread(self._file, self._head or quarter, 0)
             head = head[: head.rfind(b"\n") + 1]
-            tail = os.pread(self._file, quarter + 1, status.st_size - quarter - 1).partition(b"\n")[
-                2
-            ]
+            # One more byte: the quarter may begin at the start of a line.
+            tail = os.pread(self._file, quarter + 1, status.st_size - quarter - 1)
+            tail = tail.partition(b"\n")[2]
             left_out = self._left_out + status.st_size - len(head) - len(tail)
-            stamp = tail.partition(b" ")[0]  # times must not decrease
+            stamp = tail.partition(b" ")[0]  # that of the next line: times must not decrease
             marker = (
                 b"%b [launch] %d bytes left out: a log keeps its first and its last %d MiB\n"
                 % (stamp, left_out, quarter >> 20)
@@ -145,8 +146,9 @@ class Scribe:
                 os.fsync(new)
                 os.replace(temporary, self._path)
                 self._file, new = new, self._file
-                # The next reduction omits the marker, too.
-                self._head, self._left_out = (len(head), left_out - len(marker))
+                # The next reduction also removes the marker, which must not count as output.
+                self._head = len(head)
+                self._left_out = left_out - len(marker)
                 self._free_bytes = LOG_BYTES - sum(map(len, (head, marker, tail)))
             finally:
                 os.close(new)
@@ -214,8 +216,8 @@ class Source:
     label: str
     since: float = 0.0  # lines outside these two unix times are another attempt's
     until: float = float("inf")
-    # Lines get the time of the supervisor's lines in the same file; supervisor.log contains those
-    # lines, too.
+    # True for Slurm's file: a line gets the time of the supervisor's line before it, and the
+    # supervisor's own lines are skipped, because supervisor.log contains them.
     of_slurm: bool = False
 
     def lines(self) -> Iterator[Line]:
@@ -242,7 +244,7 @@ class Source:
         """
         raw = raw.rstrip(b"\r\n")
         if self.of_slurm and (match := _SUPERVISOR.match(raw)):
-            # the line has no fraction of the second
+            # The stamp is cut to seconds; the next second is an upper bound.
             return time.mktime(time.strptime(match[1].decode(), "%Y-%m-%d %H:%M:%S")) + 1.0, None
         stamp = None if self.of_slurm else _STAMP.match(raw)
         at, text = (float(stamp[1]), raw[stamp.end() :]) if stamp else (otherwise, raw)
@@ -276,9 +278,12 @@ class Tail:
             if error.errno not in _GONE:
                 raise
             return
-        lines = data.splitlines(keepends=True)
+        complete = data[: data.rfind(b"\n") + 1]
+        # Not `splitlines`, which also splits at the carriage returns of progress bars.
+        lines = io.BytesIO(complete).readlines()
         before = max(0, len(lines) - count)
-        self.offset = end - sum(map(len, lines[before:]))
+        unfinished = len(data) - len(complete)
+        self.offset = end - unfinished - sum(map(len, lines[before:]))
         self.last = lines[before - 1] if before else b""
 
     def read(self) -> list[Line]:
@@ -337,24 +342,24 @@ class Follower:
 
     def __init__(self, find: Callable[[], Iterable[Source]], last: int | None = None) -> None:
         self._find, self._tails = find, dict[Path, Tail]()
-        self._first = last
+        self._initial_count = last  # lines that the first call returns; None: all
 
     def read(self) -> list[Line]:
         """Return the new lines of all sources, ordered by time.
 
-        The first call returns all lines, or only the last ones of each source if a number is set.
+        The first call returns all lines, or only the last ``last`` lines of all sources together.
         """
         found = {source.path: source for source in self._find()}
         for path in found.keys() - self._tails.keys():
             tail = self._tails[path] = Tail(found[path])
-            if self._first is not None:
-                tail.skip_to_last(self._first)
+            if self._initial_count is not None:
+                tail.skip_to_last(self._initial_count)
         lines = [line for tail in self._tails.values() for line in tail.read()]
         # A source that `find` no longer returns is read once more, because it may have new lines.
         self._tails = {path: tail for path, tail in self._tails.items() if path in found}
         lines.sort(key=lambda line: line.time)
-        if self._first is not None:
-            lines, self._first = lines[max(0, len(lines) - self._first) :], None
+        if self._initial_count is not None:
+            lines, self._initial_count = lines[max(0, len(lines) - self._initial_count) :], None
         return lines
 
 

@@ -33,13 +33,15 @@ from launch.supervise.run_files import Record, RunState, has_stepped, read, read
 from launch.supervise.watch import POLL_SECONDS, Signals, Watch, taken_away
 
 REQUEUE_TRIES = 30
-REQUEUE_SECONDS = 10.0  # between two tries: the controller may be restarting
-REQUEUE_MAX_SECONDS = 60.0  # the controller may be unavailable for long
+REQUEUE_SECONDS = 10.0  # first pause between two tries
+REQUEUE_MAX_SECONDS = 60.0  # longest pause, while Slurm's controller cannot be reached
 # How long a node is cordoned for a fault that may disappear: a full disk, a busy GPU, a missing
 # mount.
 PASSING_SECONDS = 6 * 3600.0
-# seconds that the user's notify command gets before a requeue, which ends the command too
+# Time for the user's notify command to finish before a requeue, which would kill it.
 HOOK_SECONDS = 5.0
+# Outcomes of an attempt that are not reported to the user's notify command.
+WITHOUT_EVENT = {"finished", "cancelled", "interrupted", "misplaced"}
 
 
 class Supervisor:
@@ -61,8 +63,8 @@ class Supervisor:
     def run(self) -> int:
         """Make attempts until the item ends, and return the exit code.
 
-        0: the item is finished. 1: it stopped. 2: its input is wrong. If this job is requeued,
-        Slurm ends the process and the method does not return.
+        0: the item is finished, or was saved and can continue. 1: it stopped. 2: its input is
+        wrong. If this job is requeued, Slurm ends the process and the method does not return.
 
         Raises:
             OSError: the item's directory cannot be written, even after several tries.
@@ -78,7 +80,7 @@ class Supervisor:
                     raise
                 self.journal.log(trouble)
                 self._wait(policy.back_off(number, self.limits), trouble)
-        raise AssertionError
+        raise AssertionError("unreachable")
 
     def _run(self, trouble: str | None) -> int:
         """Make attempts until the item ends, and return the exit code.
@@ -243,9 +245,8 @@ class Supervisor:
                 else "ended before its first step"
             )
         self.journal.log(f"attempt {record.attempt} {ended}" + (f": {about}" if about else ""))
-        quiet = dict.fromkeys(("finished", "cancelled", "interrupted", "misplaced"))
-        event = {**quiet, "saved": "saved", "hang": "hang"}.get(str(record.outcome), "failed")
-        if event is not None:
+        if record.outcome not in WITHOUT_EVENT:
+            event = record.outcome if record.outcome in ("saved", "hang") else "failed"
             self.journal.event(event, about or ended, step=record.step_end)
 
     def _decide(self, seen: Observed | None, *, wait: bool = True) -> int | None:
@@ -253,7 +254,7 @@ class Supervisor:
 
         Return the exit code, or None if another attempt is to be made.
 
-        seen: observations of the attempt; None if no attempt was made yet.
+        seen: observations of the attempt; None if an earlier process lost it.
         """
         stop = self._stop_wish()
         faults = seen.faults.items() if seen and self.records[-1].outcome == "unhealthy" else ()
@@ -347,6 +348,7 @@ class Supervisor:
                 number += 1
                 message = "Slurm accepted the requeue, but this process still runs"
             except Unreachable as error:
+                # Tried without limit, unless the job is about to end.
                 message = f"the requeue must wait: {error}"
                 number += bool(self.signals.ends)
                 pause = min(1.5 * pause, REQUEUE_MAX_SECONDS)
@@ -383,7 +385,8 @@ class Supervisor:
         unhealthy: node -> fault for the nodes that failed the pre-flight check.
 
         An entry is permanent for a hardware fault. It lasts `PASSING_SECONDS` for a fault that may
-        disappear, and `KEEP_SECONDS` for other failures.
+        disappear (another fault of the check, or input that is wrong on this node alone), and
+        `KEEP_SECONDS` for other failures.
         """
         path = cordon_file(self.job.profile, self.job.working_directory)
         failure = self.records[-1].failure
@@ -421,7 +424,10 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _leave_early(self) -> int | None:
-        """Return the exit code if a stop or a signal forbids another attempt, otherwise None."""
+        """End or requeue the item if a stop or a signal requires it, and return the exit code.
+
+        Return None if another attempt may be made.
+        """
         if (stop := self._stop_wish()) is not None:
             return self._end_without_attempt(stop)
         if not self.signals.any:

@@ -130,7 +130,7 @@ class Examined:
 def show(check: Check) -> None:
     """Print a check on one line, and its remedy on a second one.
 
-    On a terminal, the line replaces the line that `compiling` printed.
+    On a terminal, the line replaces the current line of progress.
     """
     print(f"{CLEAR if sys.stdout.isatty() else ''}{check.level:<8} {check.name:<14} {check.text}")
     if check.remedy:
@@ -141,7 +141,8 @@ def show(check: Check) -> None:
 def compiling(name: str, seconds: float) -> None:
     """Print for how long an operation has been compiling.
 
-    On a terminal, one line is updated. Otherwise a line is printed every 30 seconds.
+    On a terminal, one line is updated. Otherwise a line is printed every 30 seconds, if the
+    function is called once a second.
     """
     live = sys.stdout.isatty()
     if live or round(seconds) % 30 == 0:
@@ -291,7 +292,7 @@ def queue_side(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
 def by_trial(profile: Profile, examined: Examined) -> Iterator[Check]:
     """Run the trial job and yield the checks of its result.
 
-    The trial's files are removed if all checks pass.
+    The trial's files are removed if the trial ran and no check FAILED.
     """
     base = Path(examined.directory or next(iter(profile.paths.shared), "runs")).absolute()
     directory = base / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -302,7 +303,8 @@ def by_trial(profile: Profile, examined: Examined) -> Iterator[Check]:
         job = trial.make(profile, examined.cluster, nodes, directory)
         if profile.scheduler == "slurm":
             job.script.write_text(render(job), encoding="utf-8")
-            yield (taken := checks.would_take(job.script))
+            taken = checks.would_take(job.script)
+            yield taken
             if taken.level == "FAILED":
                 return
             outcome = trial.on_slurm(job, examined.wait, progress)
@@ -325,10 +327,10 @@ def progress(text: str) -> None:
 
 
 def trial_nodes(profile: Profile, wanted: int | None) -> int:
-    """Return the number of nodes for the trial.
+    """Return the number of nodes for the trial: 1 without Slurm, otherwise ``wanted``.
 
-    wanted: the number given by the user, which is returned if it is not None. Otherwise the result
-    is two if two suitable nodes are in service, and one if not.
+    wanted: the number given by the user. If it is None, return 2 if two suitable nodes are in
+    service, and 1 if not.
 
     Raises:
         SlurmError: a Slurm command fails.
@@ -359,7 +361,9 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
         yield from report.checks()
     if outcome.result is None:
         unfit = any(not report.ok for report in reports.values())
-        lines = "".join(f"\n{'':<23} | {line}" for line in ([] if unfit else outcome.tail))
+        # The report of an unfit node already names the cause.
+        tail = () if unfit else outcome.tail
+        lines = "".join(f"\n{'':<23} | {line}" for line in tail)
         see = f"python -m launch logs --errors {shlex.quote(str(outcome.directory))}"
         yield Check("FAILED", "trial", f"{outcome.trouble}{lines}", "" if unfit else see)
         return
@@ -383,7 +387,8 @@ def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
     """
     if not result.get("sizes"):
         return Check("ok", "all-reduce", "not measured: the trial has one process")
-    floor, largest = profile.health.all_reduce_gb_per_second, result["sizes"][-1]
+    floor = profile.health.all_reduce_gb_per_second
+    smallest, largest = result["sizes"][0], result["sizes"][-1]
     ranks = (
         f"{counted(result['world_size'], 'rank')} on {counted(len(result['clocks']), 'node')} over "
         f"{result['backend']}"
@@ -391,7 +396,7 @@ def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
     text = f"{ranks}: bus bandwidth {largest['bus']:.4g} GB/s"
     text += (
         f" (algorithm {largest['algorithm']:.4g}) at {largest['mib']} MiB; "
-        f"{result['sizes'][0]['milliseconds']:.3g} ms for 1 MiB"
+        f"{smallest['milliseconds']:.3g} ms for {smallest['mib']} MiB"
     )
     if floor is None:
         return Check(

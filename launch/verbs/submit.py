@@ -36,7 +36,8 @@ from launch.job.request import Request, Wanted, data_fault, wanted
 from launch.supervise.journal import cordon_file, cordoned
 from launch.verbs import options
 
-WRITTEN = re.compile(
+# A dependency in sbatch's own form, which is passed on unchanged.
+SBATCH_DEPENDENCY = re.compile(
     r"(after|afterany|afterok|afternotok|aftercorr|afterburstbuffer)(:[0-9_+]+)+|singleton"
 )
 
@@ -53,28 +54,28 @@ def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
         UserError: a word has another form; the job of a directory is neither finished nor in the
             queue; or a job has ended in a way after which a dependent job would never start.
     """
-    notes: list[str] = []
+    conditions: list[str] = []
     for word in words:
         if re.fullmatch(r"\d+(_\d+)?", word):
             if ask:
                 _check("afterok", word, word)
-            notes.append(f"afterok:{word}")
-        elif all(WRITTEN.fullmatch(part) for part in word.split(",")):
+            conditions.append(f"afterok:{word}")
+        elif all(SBATCH_DEPENDENCY.fullmatch(part) for part in word.split(",")):
             for kind, *ids in (part.split(":") for part in word.split(",")):
-                for job_id in ids if ask and kind in _NEVER else ():
+                for job_id in ids if ask and kind in _BLOCKING else ():
                     _check(kind, job_id.partition("+")[0], f"{kind}:{job_id}")
-            notes.append(word)
+            conditions.append(word)
         elif Path(word).is_dir():
-            notes += _of_directory(word, ask)
+            conditions += _of_directory(word, ask)
         else:
             raise UserError(
                 f"--dependency {word}: neither a job's id, nor afterok:ID, nor a directory"
             )
-    return ",".join(dict.fromkeys(notes)) or None
+    return ",".join(dict.fromkeys(conditions)) or None
 
 
-# Kind of a dependency -> the end of the first job after which the dependent job would never start.
-_NEVER = {"afterok": "badly", "aftercorr": "badly", "afternotok": "well"}
+# Condition -> outcome of the awaited job after which the dependent job would never start.
+_BLOCKING = {"afterok": "failure", "aftercorr": "failure", "afternotok": "success"}
 
 
 def _check(kind: str, job_id: str, word: str) -> None:
@@ -95,7 +96,8 @@ def _check(kind: str, job_id: str, word: str) -> None:
     ):
         # The dependent tasks that correspond to these start.
         return
-    if not state.active and ("well" if state.state == "COMPLETED" else "badly") == _NEVER[kind]:
+    outcome = "success" if state.state == "COMPLETED" else "failure"
+    if not state.active and outcome == _BLOCKING[kind]:
         raise UserError(
             f"--dependency {word}: that job is {state.state}; a job after it would never start"
         )
@@ -112,16 +114,19 @@ def _of_directory(directory: str, ask: bool) -> list[str]:
     ]
     for item in chosen:
         if item.kind != "active" or item.job_id is None:
-            kind = "not under way" if item.kind == "idle" else item.kind
-            description = (
-                f"runs as {item.where}, which Slurm does not manage"
-                if item.kind == "active"
-                else f"is {kind} ({item.message})"
-            )
             where = job.items[item.index].directory
+            if item.kind == "active":
+                state = f"runs as {item.where}, which Slurm does not manage"
+                remedy = "submit this job after its end"
+            elif item.kind == "stopped":
+                state = f"is stopped ({item.message})"
+                remedy = f"continue it first: python -m launch requeue {shlex.quote(where)}"
+            else:
+                state = "is not under way" + (f" ({item.message})" if item.message else "")
+                remedy = "submit it first"
             raise UserError(
-                f"--dependency {directory}: {where} {description.removesuffix(' ()')}; a job after "
-                "it would never start: submit it first"
+                f"--dependency {directory}: {where} {state}; a job after it would never start: "
+                f"{remedy}"
             )
     ids = [
         str(item.job_id) if len(items) < len(job.items) else str(item.job_id).partition("_")[0]
@@ -164,10 +169,10 @@ def request_of(arguments: argparse.Namespace) -> Request:
 def prepare(request: Request, *, data: bool = False) -> Job:
     """Write a job's directory (snapshot, configuration, job.json) and return the job.
 
-    The job is not started. data: raise an error if the runs' data does not exist.
+    The job is not started. data: also check the runs' data.
 
     Raises:
-        UserError: the job is active or was stopped, or data is missing.
+        UserError: the job is active or was stopped, or data is missing or does not fit the runs.
     """
     requested = wanted(request)
     with locked(requested.job.path):
@@ -179,14 +184,14 @@ def prepare(request: Request, *, data: bool = False) -> Job:
         raise UserError(_why_not(draft))
 
 
-def refuse_without_data(draft: Draft, else_do: str = "") -> None:
+def refuse_without_data(draft: Draft, hint: str = "") -> None:
     """Raise UserError if data of a run that would start is missing or does not fit the run.
 
-    Otherwise the run would fail only after waiting in the queue. else_do: text to add to the error.
+    Otherwise the run would fail only after waiting in the queue. hint: text to add to the error.
     """
     fault = data_fault(draft.starting, draft.job.world_size)
     if fault is not None:
-        raise UserError(fault + else_do)
+        raise UserError(fault + hint)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -200,7 +205,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def submit(requested: Wanted, request: Request) -> int:
-    """Submit the items of a job that are neither finished nor active. Return 0.
+    """Submit the items of a job that are not finished, active or stopped. Return 0.
 
     With --dry-run, only print the plan.
 
@@ -224,10 +229,10 @@ def submit(requested: Wanted, request: Request) -> int:
         draft = settle(requested, update=request.update)
         if not draft.ready:
             return _report_no_start(draft, parsable=request.parsable)
-        if after is None:
+        if after is None:  # else another job may still create the data
             refuse_without_data(draft, "; if another job creates it: --dependency JOB")
         exclude = excluded(draft.job, request.exclude)
-        # Refuse a job that cannot be rendered before any file is written.
+        # Render once before any file is written, so that an invalid job leaves nothing behind.
         array = "0" if draft.job.array else None
         render(draft.job, dependency=after, array=array, exclude=exclude)
         if not request.no_rehearse:
@@ -340,7 +345,7 @@ def _report_no_start(draft: Draft, *, parsable: bool) -> int:
 
 
 def _why_not(draft: Draft) -> str:
-    """Return one line with the reason why no item may start and, for a stopped one, the remedy."""
+    """Return one line: the reason why no item may start, and the commands that help."""
     first = {item.kind: item for item in reversed(draft.chosen)}
     item = first.get("stopped") or first["active"]
     where = draft.job.items[item.index].directory

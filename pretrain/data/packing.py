@@ -29,15 +29,12 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Placed(NamedTuple):
-    """Placement of ``each`` pieces of ``size`` tokens in every sequence of a range.
-
-    The range contains the sequences with index in [first, end).
-    """
+    """Placement of ``per_sequence`` pieces of ``size`` tokens in each sequence of [first, end)."""
 
     size: int
     first: int
     end: int
-    each: int
+    per_sequence: int
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,10 @@ def best_fit(counts: Sequence[int], capacity: int) -> tuple[list[Placed], int, d
     Return the placements, the largest size first; the number of sequences; and a mapping from each
     number of free tokens above 0 to the number of sequences that have it.
 
-    All pieces of a size are placed at once. Each of the sequences with the least sufficient space
-    takes pieces until no more fit, and then has less than half of its former space. A run of equal
-    sequences is therefore moved at most log2(room) times, and each size adds at most two runs.
+    Pieces of one size are placed run by run; a run is a range of sequences with equal free space.
+    The sequences of the run with the least sufficient space take pieces until no more fit, and then
+    have less than half of their former space. The space of a run therefore changes at most
+    log2(capacity) times, and each size adds at most two runs.
     """
     placed = list[Placed]()
     used = 0
@@ -170,16 +168,13 @@ def passes(sequences: int, samples: int, seed: int) -> npt.NDArray[np.uint32]:
 
 
 def share(lengths: npt.NDArray[Any], length: int) -> Share:
-    """Return the cost that `pack` would have for documents of these lengths.
-
-    The documents are not packed.
-    """
+    """Return the cost of `pack` for documents of these lengths, without packing them."""
     lengths = lengths[lengths > 0]
     before = cuts(lengths, length)
     _, used, spaces = best_fit(
         np.bincount(lengths - before * length, minlength=length + 2).tolist(), length + 1
     )
-    # One of the length + 1 places of a sequence only holds a label.
+    # Of the length + 1 places of a sequence, the last one only holds a label.
     padding = sum((space - 1) * count for space, count in spaces.items())
     return Share(used + int(before.sum()), padding, len(lengths), int(np.count_nonzero(before)))
 
@@ -187,7 +182,8 @@ def share(lengths: npt.NDArray[Any], length: int) -> Share:
 def packing_line(data: DataConfig, facts: DataFacts) -> str | None:
     """Return a line about the cost of packing, or None if ``data.packing`` is stream.
 
-    The cost is averaged over a blend by its weights. The function reads the .idx files.
+    Padding is averaged over a blend by its weights; cut documents are summed. The function reads
+    the .idx files.
     """
     if data.packing == "stream":
         return None
@@ -215,5 +211,5 @@ def document_lengths(prefix: str) -> Int32:
     """Return the number of tokens of each document of an .idx file, int32, memory-mapped."""
     index = Path(f"{prefix}.idx")
     with index.open("rb") as file:
-        sequences = HEADER.unpack(file.read(HEADER.size))[3]
-    return np.memmap(index, "<i4", "r", HEADER.size, (sequences,))
+        documents = HEADER.unpack(file.read(HEADER.size))[3]  # Megatron's sequences, one each
+    return np.memmap(index, "<i4", "r", HEADER.size, (documents,))

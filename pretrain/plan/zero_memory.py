@@ -9,22 +9,23 @@ Muon have one moment, which is 4 bytes less.
     stage 1, fp32    weights eP      gradients 4P + 4P/d      reduction 4b
     stage 1, bf16    weights eP      gradients 4P + eP *      reduction 4b
     stage 2          weights eP      gradients 4P/d, twice    reduction eb (in bf16 4b more)
-    stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4g, update 4g
+    stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4g
 
-In stage 2 the 4b more in bf16 are the converted gradients. In stage 3 with gloo the reduction is
-8b + 4g. The update makes no temporaries, because both Adam implementations are fused. Stage 3
-updates g elements at a time, the smaller of P/d and sub_group_size, and flattens their gradients
-first.
+In stage 2 the 4b more in bf16 are the converted gradients. With overlap_grad_reduce, stages 1 and 2
+use two buckets. In stage 3 with gloo the reduction is 8b + 4g. The update makes no temporaries,
+because both Adam implementations are fused. Stage 3 updates g elements at a time, the smaller of
+P/d and sub_group_size, and flattens their gradients (4g) first.
 
 Gradients marked * exist from the start. Other gradients appear while activations are freed, unless
 a step has several micro-batches.
 
-Stage 3 always uses a bucket (4b) and L unsharded elements in addition to the activations. L is the
+Stage 3 always uses a bucket (4b) and, while activations exist, L gathered elements (eL). L is the
 smallest of P, max_live_parameters and max_reuse_distance. Beyond L, DeepSpeed gathers a parameter
 again for every use.
 
 If the optimizer is offloaded, its state (12 P / d) and two copies of the gradients (4 P / d each)
-are on the host, and a bucket (eb in stages 1 and 2) is on the device. If the parameters of stage 3
+are on the host, and a bucket (eb in stages 1 and 2) is on the device; in stage 1 also the
+gradients (4 P). If the parameters of stage 3
 are offloaded, they (e P / d) are on the host too.
 
 On a CPU the result is within 15% of the measured memory of processes
@@ -143,8 +144,8 @@ def zero_memory(placement: Placement, parameters: int, muon_parameters: int = 0)
 def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
     """Return (name, settings) of every ZeRO stage and offload that the run could use.
 
-    Stages that do not fit the run's precision or optimizer are absent. The settings include the
-    run's bucket sizes.
+    Stages that do not fit the run's precision, optimizer or offloading of activations are absent.
+    The settings include the run's bucket sizes.
     """
     found = []
     for stage in (0, 1, 2, 3):

@@ -1,6 +1,6 @@
-"""Detect slow ranks: at an interval, rank 0 compares the times of all ranks in one step.
+"""Detect slow ranks: at an interval, compare the times of all ranks in one step.
 
-The compared time begins with a step and ends when its gradients are to be reduced. It includes
+The compared time begins with a step and ends before its gradients are reduced. It includes
 data, forward and backward passes. During this time a rank does not wait for other data-parallel
 replicas, but ranks of one replica wait for each other: tensor-parallel ranks in every layer,
 pipeline stages in every micro-batch. A slow device therefore makes its entire replica slow, and the
@@ -30,7 +30,7 @@ from fem_megatron.megatron import platform
 from pretrain.engines import StepTimes
 
 NAME = "ranks.jsonl"
-_PRODUCTS = 5  # the fastest one counts
+_TIMINGS = 5  # the fastest one counts
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,15 @@ class Slowest:
         times = f"{self.ratio:.2f} times the median of {self.compared} ranks"
         against = f"({self.seconds:.3g} s against {self.median:.3g} s)"
         if self.by == "matmul":
-            return f"{who}: {times} in a matrix product by itself {against}"
+            return f"{who}: {times} in a local matrix product {against}"
         if len(self.group) == 1:
             return f"{who}: {times} {against}"
-        alone = f"{self.matmul_ratio:.2f} times in a matrix product by itself"
-        which = (
-            f"itself {alone}"
-            if self.matmul_ratio >= _half(limit)
-            else "by matrix products alone none of them is slow"
-        )
+        if self.matmul_ratio >= _matmul_limit(limit):
+            which = f"{self.matmul_ratio:.2f} times the median in a local matrix product"
+        else:
+            which = "in a local matrix product none of them is slow"
         return (
-            f"{who}: with ranks {ranges(self.group)}, which wait for each other, {times} "
+            f"{who}: its ranks {ranges(self.group)}, which wait for each other, take {times} "
             f"{against}; {which}"
         )
 
@@ -82,9 +80,12 @@ def find_slowest(
 ) -> Slowest:
     """Return the slowest rank by the ``busy`` seconds of its step.
 
-    Within its replica, the ranks are distinguished by their ``matmul`` seconds. Lists are indexed
-    by rank. ``limit``: the ratio from which a rank is reported as slow; within a replica, half of
-    that excess in the matrix product is enough to identify a rank.
+    Within its replica, the ranks are distinguished by their ``matmul`` seconds: the result then
+    names the rank with the slowest matrix product, with the step times of the replica's slowest
+    rank. With a single replica only ``matmul`` is compared. Lists are indexed by rank.
+
+    limit: the ratio from which a rank is reported as slow; within a replica, half of that excess in
+    the matrix product is enough to identify a rank.
     """
     ranks = range(len(places))
     typical = median_low(matmul)
@@ -101,7 +102,7 @@ def find_slowest(
         seconds, compared = busy[rank], stages[places[rank].stage]
         group = tuple(r for r in ranks if places[r].replica == places[rank].replica)
         weakest = max(group, key=lambda r: matmul[r])
-        if matmul[weakest] / typical >= _half(limit):
+        if matmul[weakest] / typical >= _matmul_limit(limit):
             rank = weakest
     median = median_low(compared)
     return Slowest(
@@ -146,7 +147,10 @@ class Stragglers:
         return bool(self.interval) and step % self.interval == 0 and len(self.places) > 1
 
     def compare(self, step: int, times: StepTimes) -> Slowest:
-        """Return the slowest rank of ``step``; the result is the same on every rank."""
+        """Compare the ranks in ``step``, write a line, and return the slowest rank.
+
+        The result is the same on every rank.
+        """
         own = torch.tensor(
             [times.busy, times.waiting, matmul_seconds()],
             dtype=torch.float64,
@@ -189,7 +193,7 @@ class Stragglers:
 def matmul_seconds() -> float:
     """Return the seconds of a small matrix product on this rank's device.
 
-    The fastest of a few products counts. No random numbers are used.
+    The fastest of `_TIMINGS` timings counts. No random numbers are used.
     """
     size, times, dtype = (
         (2048, 8, torch.bfloat16) if platform.has_cuda() else (256, 1, torch.float32)
@@ -203,7 +207,7 @@ def matmul_seconds() -> float:
         .view(size, size)
     )
     product, best = torch.empty_like(matrix), float("inf")
-    for _ in range(_PRODUCTS):
+    for _ in range(_TIMINGS):
         began = platform.Moment()
         for _ in range(times):
             torch.mm(matrix, matrix, out=product)
@@ -211,5 +215,6 @@ def matmul_seconds() -> float:
     return best / times
 
 
-def _half(limit: float) -> float:
+def _matmul_limit(limit: float) -> float:
+    """Return the ratio of a matrix product from which a rank counts as slow in its replica."""
     return 1 + (limit - 1) / 2

@@ -157,6 +157,17 @@ def test_a_reader_that_stopped_anywhere_continues_there_after_a_replacement(
         ]
 
 
+def test_the_last_lines_of_a_file_with_progress_bars(path: Path) -> None:
+    """A carriage return ends no line, and an unfinished line is not one of the last lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"first\nsecond\n1%\r2%\r3%\nunfinished")
+    tail = Tail(Source(path, "a"))
+    tail.skip_to_last(2)
+    with path.open("ab") as file:
+        file.write(b" until now\n")
+    assert [line.text for line in tail.read()] == ["second", "1%\r2%\r3%", "unfinished until now"]
+
+
 @pytest.mark.parametrize("refuses", ["fsync", "replace"])
 def test_a_disk_that_refuses_to_shorten_a_log_costs_no_line(
     refuses: str, path: Path, monkeypatch: pytest.MonkeyPatch

@@ -118,7 +118,9 @@ def test_no_secret_becomes_a_word_of_a_job_or_a_line_of_its_notes(
         command("data_prep", "status", "--token=hf_'0123456789"),
         run(DEMO, "name=hf_'0123456789"),
     ):
-        with pytest.raises(UserError, match=r"^a word of the command is the value of \$HF_TOKEN, "):
+        with pytest.raises(
+            UserError, match=r"^a word of the command contains the value of \$HF_TOKEN, "
+        ):
             wanted(request)
     program(tmp_path / "sbatch", "#!/bin/sh\necho 12\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -437,6 +439,11 @@ def test_dependencies_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     job = prepare(command("data_prep", "status", "a", directory="d"))
     with pytest.raises(UserError, match=r"is not under way; .*submit it first"):
         dependency(["d"])
+    stop = job.items[0].launch / "stop.json"
+    write_json(stop, {"why": "cancelled"})
+    with pytest.raises(UserError, match="is stopped .*continue it first: python -m launch requeue"):
+        dependency(["d"])
+    stop.unlink()
     finish(job, 0)
     assert dependency(["d"]) is None
     # A dependent task starts if the corresponding task of the array ended well.

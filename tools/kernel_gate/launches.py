@@ -87,8 +87,8 @@ def build_of(label: str, kernel: Any, given: Mapping[str, Any]) -> Build:
 def recorded() -> list[Build]:
     """Return the builds that the gate checks, ordered by module and kernel.
 
-    They are all builds of the layers, and those of the operations' cases that are needed to cover
-    each value of each constant.
+    They are two builds of each kind of launch by the layers, and those of the operations' cases
+    that are needed to cover each value of each constant.
     """
     of_layers, of_cases = _alike(_layers()), _alike(_cases())
     found = dict.fromkeys((*of_layers, *covering([*of_layers, *of_cases])))
@@ -271,10 +271,7 @@ def _documents() -> Documents:
 
 
 class _Unnumbered(TorchFunctionMode):
-    """Mode in which random numbers are generated without a generator.
-
-    Tensors without data support no generator.
-    """
+    """Mode that drops the argument ``generator``, which tensors without data do not support."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(

@@ -4,10 +4,10 @@ Shapes follow the study's rule. Runs that cannot answer the study's question are
 Parameters and FLOPs are those of `pretrain --plan`; hours follow from the study's assumed
 throughput. The module does not import torch.
 
-Trunks: of runs that differ only in length the longest is trained completely, the others as forks of
-it from the start of their decay. With WSD and a warm-up in steps, a run does not depend on its
-length before its decay begins: until then it equals the longer run bit for bit (`pretrain --fork`;
-Hägele et al. 2024, arXiv 2405.18392).
+Trunks: of runs that differ only in length, the longest is trained completely, and the others are
+forked from it at the start of their decay. With WSD and a warm-up in steps, a run does not depend
+on its length before its decay begins: until then it equals the longer run bit for bit (`pretrain
+--fork`; Hägele et al. 2024, arXiv 2405.18392).
 """
 
 from __future__ import annotations
@@ -33,14 +33,20 @@ from pretrain.validate import prepare
 from tools.scaling.study import ShapeRule, Size, Study
 
 WIDEST = 1 << 17
+LARGEST_RATIO = math.e  # of a target to the parameters of the widest shape that replaces it
 OUTSIDE = ("embedding", "output layer")
-# Settings that reset all lengths of a base or a study; the plan sets them for every run.
+# Settings without warm-up and decay lengths, to check a configuration before its length is known.
 _NO_LENGTHS = tuple(
     f"optimizer.{key}"
     for key in ("warmup_steps=0", "warmup_tokens=null", "decay_steps=null", "decay_tokens=null")
 )
 # Keys of the study that give lengths -> their letter in the name of a run.
 _LENGTHS = {"budgets": "c", "tokens": "d", "tokens_per_parameter": "r"}
+_UNITS = {
+    "budgets": "FLOPs",
+    "tokens": "tokens",
+    "tokens_per_parameter": "tokens per parameter",
+}
 # Keys of a model, in the order of the fields of `Sizes`.
 SHAPE = (
     "hidden_size",
@@ -120,8 +126,8 @@ def nearest_sizes(
 ) -> Sizes:
     """Return the shape of the rule whose number of parameters is nearest to ``target`` by ratio.
 
-    ``count`` computes the number of parameters. Raises ConfigError (no width of the rule reaches
-    the target).
+    ``count`` computes the number of parameters. Raises ConfigError (the widest shape is smaller
+    than the target by more than `LARGEST_RATIO`).
     """
     heads = range(1, WIDEST // shape.head_size + 1)
 
@@ -133,7 +139,7 @@ def nearest_sizes(
 
     reached = bisect.bisect_left(heads, target, key=parameters)  # parameters grow with the width
     best = min(heads[max(0, reached - 1) : reached + 1], key=away)
-    if reached == len(heads) and away(best) > 1:
+    if reached == len(heads) and away(best) > math.log(LARGEST_RATIO):
         raise ConfigError(f"no width up to {WIDEST} has {target:g} parameters by the shape rule")
     return shaped(shape, best * shape.head_size)
 
@@ -213,13 +219,14 @@ def plan_study(study: Study) -> list[PlannedRun]:
 
 
 class Planner:
-    """Planner of one study; each variant at a size is read once."""
+    """Planner of one study, which caches the model of each variant at each size."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
         self.base = load_run(study.base)
         self.model = cache(self._model)
         self._run_names: dict[str, str] = {}  # settings without names -> the run that has them
+        # Read each part alone, so that an error names its key.
         self.read("settings", study.settings)
         for variant, words in study.variants.items():
             self.read(f"variants.{variant}", (*study.settings, *words))
@@ -296,7 +303,8 @@ class Planner:
         model, cluster = self.model(variant, size), self.study.cluster
         label = _LENGTHS[length.kind] + short(length.value)
         batch = model.config.train.global_batch_size * model.config.data.seq_length
-        steps = max(1, round(self._tokens(length, size, model) / batch))
+        requested = self._tokens(length, size, model)
+        steps = max(1, round(requested / batch))
         tokens = steps * batch
         flops = tokens * model.flops_per_token
         per_hour = (cluster.tflops or 0.0) * 1e12 * cluster.processes * 3600
@@ -321,7 +329,9 @@ class Planner:
             hours=flops / per_hour if per_hour else None,
             settings=(*model.words, *self.words(model, steps, rate), f"train.seed={seed}"),
         )
-        self._check(run, length)
+        where = f"{self.study.path}: run {run.name}"
+        self._check_length(run, where, length.kind, length.value / requested)
+        self._check(run, where)
         return run
 
     def _tokens(self, length: _Length, size: Size, model: Model) -> float:
@@ -348,12 +358,10 @@ class Planner:
         if not any(word.startswith("optimizer.min_lr=") for word in model.words):
             yield f"optimizer.min_lr={float(f'{base.min_lr / base.lr * rate:.6g}')!r}"
 
-    def _check(self, run: PlannedRun, length: _Length) -> None:
-        """Raise ConfigError if a run is too short, repeats its data too often, is refused by
-        pretrain, or already exists.
+    def _check(self, run: PlannedRun, where: str) -> None:
+        """Raise ConfigError if a run repeats its data too often, is refused by pretrain, or already
+        exists.
         """
-        where = f"{self.study.path}: run {run.name}"
-        self._check_length(run, length, where)
         if run.epochs is not None and run.epochs > self.study.max_epochs:
             most = self.study.max_epochs
             raise ConfigError(
@@ -376,12 +384,16 @@ class Planner:
             )
         if run.name in self._run_names.values():
             raise ConfigError(
-                f"{where}: two runs have this name, because their numbers differ by less than the"
-                " digits in a name"
+                f"{where}: two runs have this name, because their numbers are equal after rounding"
+                " to the digits of a name"
             )
         self._run_names[settings] = run.name
 
-    def _check_length(self, run: PlannedRun, length: _Length, where: str) -> None:
+    def _check_length(self, run: PlannedRun, where: str, kind: str, per_token: float) -> None:
+        """Raise ConfigError if a run is too short.
+
+        per_token: value of the length, in the unit of its ``kind``, per training token.
+        """
         study, least = self.study, self.study.least_steps
         if run.steps >= least and study.warmup_of(run.steps) < run.steps:
             return
@@ -389,15 +401,14 @@ class Planner:
             warmup = f"warmup_steps = {study.warmup_steps}"
         else:
             warmup = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps"
-        problem = f"its {run.steps} steps are too short for its warm-up ({warmup})"
         if run.steps < study.min_steps:
             problem = f"its {run.steps} steps are fewer than min_steps = {study.min_steps}"
-        enough = least * run.batch_tokens
-        fix = f"{enough} tokens"
-        if length.kind == "budgets":
-            fix = f"{_up(enough * run.flops_per_token):g} FLOPs"
+        else:
+            problem = f"its {run.steps} steps are too short for its warm-up ({warmup})"
+        enough = _up(least * run.batch_tokens * per_token)
         raise ConfigError(
-            f"{where}: {problem}; give at least {fix}, or a smaller train.global_batch_size"
+            f"{where}: {problem}; give at least {enough:g} {_UNITS[kind]}, or a smaller "
+            "train.global_batch_size"
         )
 
 
@@ -428,8 +439,7 @@ def _up(value: float) -> float:
 
 
 def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs in their order; runs with the same beginning as a longer one become forks of
-    it.
+    """Return the runs in the same order; each run that begins like a longer one becomes its fork.
 
     Raises ConfigError (a schedule is not wsd, data is read more than once, pretrain refuses a
     fork).
@@ -452,7 +462,7 @@ def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 def begins_at(fork: str | None) -> tuple[str, int]:
     """Return (run name, step) of the checkpoint at path ``fork``, a value of checkpoint.fork.
 
-    Returns ("", 0) for None, and (``fork``, 0) if the path is not a run's checkpoint.
+    Return ("", 0) for None, and (``fork``, 0) if the path is not a run's checkpoint.
     """
     found = re.search(r"([^/]+)/checkpoints/step_(\d+)/?$", fork or "")
     return (found[1], int(found[2])) if found else (fork or "", 0)
@@ -480,7 +490,10 @@ def _fork(planner: Planner, run: PlannedRun, trunk: PlannedRun, begin: int) -> P
 
 
 def _decay_begins(planner: Planner, run: PlannedRun) -> int:
-    """Return the step after which a run decays. Raises ConfigError if its schedule has none."""
+    """Return the step after which a run decays.
+
+    Raises ConfigError if its schedule is not wsd, or the run is already a fork.
+    """
     config = planner.read(f"run {run.name}", run.settings)
     if config.optimizer.schedule != "wsd":
         raise ConfigError(
@@ -503,6 +516,7 @@ def _check_order(
     """Raise ConfigError if a trunk reads data more than once: the order then depends on its length,
     which differs from its forks'.
     """
+    # The order of packed sequences does not depend on the length of the run.
     if facts is None or config.data.packing == "best_fit":
         return
     total = sum(source.weight for source in config.data.train)

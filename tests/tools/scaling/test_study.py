@@ -216,16 +216,32 @@ def test_a_wrong_study_is_refused_in_one_line(
         wording(error)
 
 
+@pytest.mark.parametrize(
+    ("key", "too_short", "unit"),
+    [
+        ("budgets", [2e8, 4e10], "FLOPs"),
+        ("tokens", [100], "tokens"),
+        ("tokens_per_parameter", [0.001], "tokens per parameter"),
+    ],
+)
 def test_a_short_runs_fix_is_long_enough(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+    too_short: list[float],
+    unit: str,
 ) -> None:
     """Each suggested fix suits the named run; the longest of them suits all."""
-    budgets = too_short = [2e8, 4e10]
-    while main(["plan", str(write(tmp_path, budgets=budgets))]) == 2:
-        fix = float(capsys.readouterr().err.partition("give at least ")[2].split()[0])
-        assert fix > budgets[0]
-        budgets = [fix]
-    assert budgets != too_short
+    changes: dict[str, Any] = {"budgets": [], key: too_short}
+    fixes = list[float]()
+    while main(["plan", str(write(tmp_path, **changes))]) == 2:
+        fix, _, text = capsys.readouterr().err.partition("give at least ")[2].partition(" ")
+        assert text.startswith(f"{unit}, or")
+        fixes.append(float(fix))
+        assert fixes[-1] > changes[key][0]
+        changes[key] = fixes[-1:]
+    # At most one fix for each of the study's sizes and variants.
+    assert 1 <= len(fixes) <= 8
 
 
 def test_a_plan_needs_no_torch_and_little_time() -> None:

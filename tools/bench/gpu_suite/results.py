@@ -149,9 +149,10 @@ class Record:
         return [name for name in planned if name not in self.outcomes]
 
     def missing(self, planned: Iterable[Task]) -> list[Task]:
-        """Return the tasks to perform: first those without an outcome, then those that failed.
+        """Return the tasks to perform, in which repeated tasks come last.
 
-        If one trainer run of a unit is performed again, all runs of the unit are.
+        If one trainer run of a unit is repeated, all runs of the unit are, at the place of the
+        unit.
         """
         planned = list(planned)
         settled = {name for name, outcome in self.outcomes.items() if outcome.settled}
@@ -198,8 +199,11 @@ class Results:
 
     def __init__(self, outcomes: Iterable[Outcome], device_name: str) -> None:
         self.outcomes, self.device_name = list(outcomes), device_name
+        # (workload, implementation, tokens) -> speed
         self.ops: dict[tuple[str, str, int], Speed] = {}
+        # (baseline, size) -> speed
         self.baselines: dict[tuple[str, Size], Speed] = {}
+        # (scale, variant, recompute) -> cost
         self.models: dict[tuple[str, str, bool], StepCost] = {}
         self.engines: dict[str, Figures] = {}
         self.throughput: dict[str, Figures] = {}  # name of the model -> figures
@@ -242,7 +246,7 @@ class Results:
 
     @property
     def failed(self) -> list[Outcome]:
-        """Checks that ended in an error."""
+        """Checks and throughput runs that ended in an error."""
         return [outcome for outcome in self.outcomes if outcome.failed]
 
     def against(self, workload: str, tokens: int) -> dict[str, Speed]:
@@ -278,7 +282,10 @@ class Results:
                 yield engine, own.ratios(side)[1], own
 
     def fastest_engine_ratio(self, workload: str, tokens: int) -> float | None:
-        """Return the ratio of `same_engine` for the workload's fastest engine; None without any."""
+        """Return the ratio of `same_engine` for the workload's fastest engine.
+
+        Return None if no engine was timed.
+        """
         found = list(self.same_engine(workload, tokens))
         return min(found, key=lambda each: each[2].both.seconds)[1] if found else None
 
@@ -364,7 +371,7 @@ class Results:
         ]
 
     def _trainer_ratio(self, scale: str) -> float | None:
-        """Return the time per token of FEM's training runs relative to the Transformer's.
+        """Return the time per token of FEM-SM's training run relative to the Transformer's.
 
         Return None if one of them was not measured.
         """
