@@ -33,7 +33,7 @@ class Memory:
         return sum(self.by_content().values())
 
     def by_content(self) -> dict[str, int]:
-        """Return content, one of CONTENTS -> bytes."""
+        """Return the bytes of each content; the keys are CONTENTS."""
         return {name: getattr(self, name) for name in CONTENTS}
 
 
@@ -45,7 +45,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE = CONTENTS
 class StepTime:
     """Seconds of a training step by category.
 
-    The categories depend on the model of the step; docs/costs.md compares them.
+    The categories depend on the performance model of the step; docs/costs.md compares them.
     """
 
     seconds: Mapping[str, float]
@@ -57,11 +57,15 @@ class StepTime:
 
 
 def bytes_sent(kind: str, size: float, ranks: int) -> float:
-    """Return the bytes that one of ``ranks`` ranks sends in a collective.
+    """Return the bytes that one of ``ranks`` ranks sends in a ring collective, or in a send.
 
-    kind: name of the collective, for example "all-reduce".
+    kind: "send", "receive", "all-reduce", or another collective, in which every part of the tensor
+        passes once.
     size: bytes of the complete tensor on one rank; for "send" those of the message.
     """
-    if kind in ("send", "receive"):
-        return size if kind == "send" else 0.0
-    return (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * size
+    if kind == "send":
+        return size
+    if kind == "receive":
+        return 0.0
+    passes = 2 if kind == "all-reduce" else 1
+    return passes * (ranks - 1) / ranks * size

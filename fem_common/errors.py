@@ -16,8 +16,8 @@ from typing import ClassVar
 
 from fem_common.exits import Exit
 
-# Errors of the operating system for a wrong or foreign path. All other errors (no space, a stale
-# handle, an I/O error) are faults of the file system.
+# Errors of the operating system for a wrong path or a missing permission. All other errors (no
+# space, a stale handle, an I/O error) are faults of the file system.
 MISTAKES = (
     FileNotFoundError,
     FileExistsError,
@@ -29,7 +29,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, or a limit on spac
 
 
 class CommandError(Exception):
-    """Base class of errors that end a command with one line of text and the exit code ``code``."""
+    """Base class of errors that end a command with one line per mistake and the code ``code``."""
 
     code: ClassVar[Exit]
 
@@ -76,7 +76,7 @@ def reason(error: OSError) -> str:
     The text contains no error number. For a full disk it also contains what to do.
     """
     message = error.strerror or str(error) or type(error).__name__
-    if error.errno in FULL:  # the file's name is often temporary
+    if error.errno in FULL:  # name the folder: the file is often a temporary one
         folder = f"{Path(error.filename).parent}: " if isinstance(error.filename, str) else ""
         return f"{folder}{message}; free some space and run the same command again"
     return f"{error.filename}: {message}" if error.filename else message
@@ -109,8 +109,7 @@ def convert_os_errors() -> Iterator[None]:
 def end(program: str, error: CommandError | OSError) -> Exit:
     """Print ``PROGRAM: error: ...`` on stderr and return the exit code.
 
-    A broken pipe, for example after ``| head``, prints no message and redirects stdout to
-    /dev/null.
+    For a broken pipe, for example after ``| head``, print nothing and redirect stdout to /dev/null.
     """
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 PDEATHSIG, SUBREAPER, PTRACER = 1, 36, 0x59616D61  # from <linux/prctl.h>
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded now: no import is safe between fork and exec
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loading a library is not safe between fork and exec
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
@@ -25,13 +25,12 @@ def taken(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
     The old handlers are restored after the block. Python allows this only in the main thread. If
     SIGHUP is ignored, for example under nohup, it stays ignored.
     """
-    silenced = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    before = {
-        number: signal.signal(number, handler)
-        for number in numbers
-        if not (number == signal.SIGHUP and silenced)
-    }
+    hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    before: dict[int, Any] = {}
     try:
+        for number in numbers:
+            if number != signal.SIGHUP or not hangup_ignored:
+                before[number] = signal.signal(number, handler)
         yield
     finally:
         for number, old in before.items():
@@ -50,9 +49,9 @@ def signal_name(number: int) -> str:
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl on Linux; other systems are left unchanged. Safe between fork and exec.
+    """Call prctl on Linux; do nothing on other systems. Safe between fork and exec.
 
-    Errors are ignored: without support by the kernel, a process only has less protection.
+    Errors are ignored: on a kernel without the option, the process runs without its protection.
     """
     if sys.platform == "linux":
         _LIBC.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0)))

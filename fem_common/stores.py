@@ -20,7 +20,7 @@ from fem_common.text import nearest
 
 Log = Callable[[str], None]
 LONGEST_PAUSE = 60.0  # seconds between two attempts
-_UNWRITTEN = {"http", "https", "memory", "data"}  # places that cannot store files
+_NOT_PERSISTENT = {"http", "https", "memory", "data"}  # URL schemes that cannot keep files
 _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
     "s3": {
@@ -51,6 +51,7 @@ def folder_of(place: str) -> Path | None:
 def refusal(place: str, folder: Path | None) -> str | None:
     """Return the error text if ``place`` cannot receive copies of ``folder``, or None if it can.
 
+    The text follows the name of a setting: "= PLACE ..." or "contains a password ...".
     The store is not contacted; only the text of ``place`` is examined. If ``folder`` is None, only
     the form of ``place`` is checked.
     """
@@ -82,11 +83,12 @@ def refusal(place: str, folder: Path | None) -> str | None:
 def _unknown(place: str, kind: str) -> str | None:
     """Return the error text if the URL scheme ``kind`` of ``place`` is not supported, or None.
 
-    A scheme is supported if fsspec implements it and the required package is installed.
+    The text follows the name of a setting. A scheme is supported if fsspec implements it and the
+    required package is installed.
     """
     from fsspec.registry import available_protocols, known_implementations
 
-    known = set(available_protocols()) - _UNWRITTEN
+    known = set(available_protocols()) - _NOT_PERSISTENT
     if kind in known:
         package = known_implementations.get(kind, {}).get("class", "fsspec").partition(".")[0]
         return (
@@ -128,7 +130,7 @@ def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None
-    # `until_it_works` repeats attempts; the retries of s3fs and gcsfs pause without messages.
+    # Disable the silent retries of s3fs and gcsfs: `until_it_works` retries and reports.
     store.retries = 1
     return store, root, url
 
@@ -142,7 +144,8 @@ def message_of(error: Exception) -> str:
 def kind_of(error: Exception) -> type[ConfigError | StorageError]:
     """Return the exception type with which a store's failure is reported.
 
-    It is ConfigError for a missing or forbidden place and StorageError for every other failure.
+    It is ConfigError for the errors in `MISTAKES` (a wrong path or no permission) and StorageError
+    for every other failure.
     """
     return ConfigError if isinstance(error, MISTAKES) else StorageError
 

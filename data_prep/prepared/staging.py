@@ -25,8 +25,8 @@ def lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
     """Lock a folder during the block, and create the folder if it is missing.
 
     The lock is exclusive, or ``shared`` with other processes that take a shared lock. Yields True
-    if the lock is held. On a file system without locks, print a warning and yield False. Raises
-    InUse if another process holds the lock.
+    if the lock is held, and False on a file system without locks; for an exclusive lock it then
+    also prints a warning. Raises InUse if another process holds the lock.
     """
     make_folder(folder)
     busy = f"another data_prep process is writing {folder}; wait for it or choose another --out"
@@ -42,12 +42,13 @@ def lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
 class Staging:
     """Context manager that collects new files of the folder OUT and publishes them together.
 
-    The files are written to a subfolder of ``OUT/.unfinished`` and moved to their final names at
-    the end; the seal (for example manifest.json) is the file that is moved last. If ``.unfinished``
-    exists together with final names but without a seal, a publication was interrupted and the final
-    names may be replaced. One process can stage in a folder at a time; if locks do not work,
-    several processes do not damage each other's files. Raises InUse if another process is staging,
-    and UserError or StorageError if the folder cannot be written.
+    The files are written to a subfolder of ``OUT/.unfinished``. `publish` moves them to their final
+    names; the seal (for example manifest.json) is the file that is moved last. Files that were not
+    published are removed at the end. If ``.unfinished`` exists together with final names but
+    without a seal, a publication was interrupted and the final names may be replaced. One process
+    can stage in a folder at a time; if locks do not work, several processes do not damage each
+    other's files. Raises InUse if another process is staging, and UserError or StorageError if the
+    folder cannot be written.
     """
 
     def __init__(self, out: Path) -> None:
@@ -98,6 +99,7 @@ class Staging:
             old.unlink(missing_ok=True)
         for name in stale:
             (self.out / name).unlink(missing_ok=True)
+        sync_folder(self.out)  # after a crash, no old seal may be next to new files
         for name in names:
             final = self.out / name
             final.parent.mkdir(exist_ok=True)

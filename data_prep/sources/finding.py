@@ -128,19 +128,20 @@ def _local(name: str) -> list[tuple[Path, Path]]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Return the data files below a folder, and list all other files on stderr.
+    """Return the data files below a folder; if there are any, list the other files on stderr.
 
     Links to folders are followed, unless they lead to one of their parent folders. .txt files are
     data only if the folder has no other data; otherwise they are notes and licences. Raises
     UserError for a broken link, and ConfigError or StorageError for a folder that cannot be read.
     """
     names, hidden = _walk(folder)
-    gone = next((folder / name for name in sorted(names) if not (folder / name).exists()), None)
-    if gone is not None and gone.is_symlink():  # its target may be a folder of data
-        raise UserError(
-            f"{gone} is a link to {os.readlink(gone)}, which does not exist; restore that, "
-            "or remove the link"
-        )
+    for name in sorted(names):
+        path = folder / name
+        if path.is_symlink() and not path.exists():  # its target may be a folder of data
+            raise UserError(
+                f"{path} is a link to {os.readlink(path)}, which does not exist; restore that, "
+                "or remove the link"
+            )
     files = [name for name in names if (folder / name).is_file()]
     data = [name for name in files if is_data(name)]
     if not data:

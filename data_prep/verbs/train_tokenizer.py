@@ -310,8 +310,9 @@ def alphabet(texts: Sequence[bytes], most: int) -> tuple[str, str]:
     """Return (characters that get their own entry, other characters that occur in the texts).
 
     Printable ASCII and the space sign always get an entry. The most frequent other characters
-    follow, with ties in code point order, until LLAMA_COVERAGE of all characters are covered or
-    ``most`` characters are taken. Control characters, line ends and tabs are encoded as bytes.
+    follow, with ties in code point order, until those without an entry are at most
+    1 - LLAMA_COVERAGE of all characters or ``most`` characters are taken. Control characters, with
+    line ends and tabs, are encoded as bytes and do not count as characters without an entry.
     """
     counts = np.zeros(0x110000, np.int64)
     for batch in batches(texts):
@@ -333,7 +334,8 @@ def alphabet(texts: Sequence[bytes], most: int) -> tuple[str, str]:
         taken.append(point)
         missing -= int(counts[point])
     chosen = PRINTABLE + "".join(map(chr, taken))
-    return chosen, "".join(chr(point) for point in occurring if chr(point) not in set(chosen))
+    with_entry = set(chosen)
+    return chosen, "".join(chr(point) for point in occurring if chr(point) not in with_entry)
 
 
 def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:

@@ -65,7 +65,7 @@ def config_overrides(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def swiglu(packed: Tensor) -> Tensor:
-    """Return silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n].
+    """Return silu(x) * gate for packed [x | gate]: [s, b, 2 n] -> [s, b, n].
 
     Megatron's kernel runs if it can.
     """
@@ -73,7 +73,7 @@ def swiglu(packed: Tensor) -> Tensor:
 
 
 def megatron_swiglu(packed: Tensor) -> Tensor:
-    """Return silu(a) * b of [a | b] from Megatron's function, on any device."""
+    """Return silu(x) * gate for packed [x | gate] from Megatron's function, on any device."""
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
     out: Tensor = bias_swiglu_impl(packed, None)

@@ -27,7 +27,9 @@ def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     larger.
     """
     aligned = [(size // _ALIGNMENT + 1) * _ALIGNMENT for size in sizes]
-    left, blocks, used = sum(aligned), list[int](), list[int]()
+    left = sum(aligned)
+    blocks = list[int]()
+    used = list[int]()
     places = [(0, 0)] * len(sizes)
     for index in sorted(range(len(sizes)), key=aligned.__getitem__, reverse=True):
         size = aligned[index]
@@ -42,7 +44,7 @@ def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def staged(tensors: Sequence[Tensor], *, pinned: bool = True) -> list[Tensor]:
-    """Return host copies of a GPU's tensors, which are complete once the GPU is synchronized.
+    """Return host copies of GPU tensors. Their contents are valid after a GPU synchronization.
 
     Each copy is a view into a shared block but has a storage of exactly its size, because
     torch.save writes complete storages. A block is freed when none of its copies is alive.

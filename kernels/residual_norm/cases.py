@@ -34,7 +34,7 @@ def _uneven(size: Mapping[str, int]) -> Inputs:
 
 
 def _vanishing(size: Mapping[str, int]) -> Inputs:
-    """Draw tokens of zeros and tokens of one constant, which are divided by eps alone."""
+    """Draw tokens of zeros and tokens of one constant: a norm then divides by sqrt(eps)."""
     made = _made(size)
     made["x"][::3] = 0.0
     made["x"][1::3], made["weight"][:] = 2.0, 1.0

@@ -25,7 +25,7 @@ BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 def pairwise_attention(
     z: Tensor, keys: Tensor, *, kind: str, causal: bool, valid: Tensor | None
 ) -> Tensor:
-    """Return `symmetric_attention` of every kind.
+    """Return `symmetric_attention` of the kinds softmax, bisoftmax and sigmoid.
 
     The result has z's dtype, computed in float32 (float64 for float64).
     """
@@ -124,8 +124,8 @@ def attention_energy(
         sigmoid:             c sqrt(p) sum_j sigma(s_ij)
         linear:              c / (2 sqrt(p)) sum_j f_ij^2
 
-    c = 1 if causal: the energy of token i alone, the others held fixed. c = 1/2 otherwise, so that
-    the sum over i is the total energy, which counts every pair twice. softmax and bisoftmax differ
+    c = 1 if causal: the energy of token i alone, the others held fixed. c = 1/2 otherwise, because
+    the sum over i meets every pair twice. softmax and bisoftmax differ
     in what moves: z_i alone, or all of z.
     Shapes: z [b, h, t, p], keys [b, h, tk, p] (None: z; the tokens of z are the last of the keys),
     valid [b, tk] bool.

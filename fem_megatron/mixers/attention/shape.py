@@ -69,7 +69,8 @@ class AttentionShape(Shape):
     def of(cls, model: ModelConfig) -> AttentionShape:
         """Return the shape for the configuration ``model``.
 
-        Raise ValueError if heads or groups do not fit.
+        Raises ValueError if heads do not divide hidden_size or groups do not divide heads, or for a
+        window in a model that is not causal.
         """
         heads = model.num_attention_heads
         groups = model.num_query_groups or model.num_attention_heads
@@ -121,7 +122,7 @@ class AttentionShape(Shape):
     def keys_seen(self, length: int, whole_square: bool) -> float:
         """Return the average number of keys that a token sees.
 
-        With the flag, masked keys whose scores are computed count, too.
+        whole_square: also count masked keys whose scores are computed.
         """
         window = self.window
         if window is None or length <= window:

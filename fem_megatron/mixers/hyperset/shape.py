@@ -118,14 +118,15 @@ class HyperSetShape(Shape):
     def of(cls, model: ModelConfig) -> HyperSetShape:
         """Return the shape for the configuration ``model``.
 
-        Raises ValueError if heads do not fit or if bisoftmax is requested for a causal model.
+        Raises ValueError if heads do not divide hidden_size, or if the switches contradict the
+        model (bisoftmax if causal, muP without relu, an odd hidden_size without time_mlp).
         """
         switches, hidden = model.hyperset, model.hidden_size
         heads = hidden // head_width(model)
         if model.causal and switches.attention == "bisoftmax":
             raise ValueError(
                 "model.hyperset.attention: with bisoftmax a token sees later tokens; a causal "
-                "model needs softmax"
+                "model needs softmax, sigmoid or linear"
             )
         if model.parametrization == "mup" and switches.feed_forward != "relu":
             raise ValueError(

@@ -1,9 +1,9 @@
-"""Backward of CEM's attention: three kernels that recompute a tile's weights, by rows, by keys and
-by pairs. No atomics.
+"""Backward of CEM's attention: kernels that recompute a tile's weights, by rows, by keys and by
+pairs. No atomics.
 
-The kernels by rows run first and store the softmax's row terms for the others. The kernel by keys
-adds the gradients as values and as keys in one sum. The kernel by pairs computes the gradient of
-the scores' additive part C, summed over the heads that share it.
+Two kernels by rows run first: one stores the softmax's row terms for the others, one computes dq.
+The kernel by keys adds the gradients as values and as keys in one sum. The kernel by pairs computes
+the gradient of the scores' additive part C, summed over the heads that share it.
 """
 
 from __future__ import annotations
@@ -114,10 +114,13 @@ def _dq_kernel(
 ):  # fmt: skip
     """Compute dq of M rows of a head.
 
-    The grid is that of the forward. ``scale`` includes log2(e), ``unit`` does not. The gradients of
-    a row's a_ij should sum to zero. Their actual sum is the difference between o.do and the row
-    term sum_j p dp. It is added to row_terms. p_ii times it is subtracted from the gradient of
-    ``alone`` (one number per program) and, because keys are values, o times it from dq.
+    Grid: heads, tiles of rows (the last ones first), batch. ``scale`` includes log2(e), ``unit``
+    does not.
+
+    The exact row term is sum_j p_ij dp_ij; row_terms holds o.do, which differs by rounding. The
+    difference is added to row_terms. The gradients computed with o.do are corrected: p_ii times the
+    difference is subtracted from that of ``alone`` (one number per program), and o times it from
+    dq, because sum_j p_ij k_j = o (keys are values).
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     block = tl.num_programs(1) - 1 - tl.program_id(1)
