@@ -91,10 +91,10 @@ def test_pytest_runs_what_was_drawn_and_records(
     done = pytester.runpytest_inprocess(*call, "90", "--slow-seed", "x", "--record-durations")
     done.assert_outcomes(passed=3, deselected=6)
     done.stdout.fnmatch_lines(["*the same ones: pytest -m slow --slow-seconds 90 --slow-seed x"])
-    assert json.loads(durations.read_text()) == {
-        "quick files": {},
-        "slow tests": {"test_a.py::test_it": pytest.approx(0.022, abs=0.02)},
-    }
+    recorded = json.loads(durations.read_text())
+    assert recorded["quick files"] == {} and [*recorded["slow tests"]] == ["test_a.py::test_it"]
+    # Only a lower bound: on a busy machine a sleep takes longer. `measured` is tested above.
+    assert recorded["slow tests"]["test_a.py::test_it"] >= 0.02
     durations.write_text(
         json.dumps({"quick files": {}, "slow tests": {"test_a.py::test_it": 100.0}})
     )
