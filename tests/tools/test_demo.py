@@ -19,13 +19,15 @@ import torch
 from matplotlib import image
 
 from fem_common.errors import ConfigError
+from fem_common.plot import smooth
 from pretrain.config import load_run
 from pretrain.data.facts import check_contents, check_data
+from pretrain.report.history import History
 from tests.tools.refusals import Refused
 from tests.tools.refusals import refused as refused
 from tools.demo import pages, report, stock_transformers
 from tools.demo.__main__ import ENVIRONMENT, main
-from tools.demo.report import History, checkpoint_step, largest_difference
+from tools.demo.report import checkpoint_step, largest_difference
 from tools.demo.shell import DemoError, Shell, printed, terminate_children
 from tools.demo.steps import VOCABULARY, Demo
 
@@ -163,8 +165,8 @@ def test_the_picture_shows_both_models(tmp_path: Path) -> None:
         assert (np.abs(pixels - exact).max(axis=-1) <= 1).sum() > 500
     line = 7.0 - 0.01 * np.arange(50)
     noise = np.random.default_rng(0).normal(size=50)
-    assert pages.smooth(line, 3.0) == pytest.approx(line, abs=1e-9)  # least squares in float64
-    assert pages.smooth(line + noise, 3.0).std() < (line + noise).std() / 1.5
+    assert smooth(line, 3.0) == pytest.approx(line, abs=1e-9)  # least squares in float64
+    assert smooth(line + noise, 3.0).std() < (line + noise).std() / 1.5
 
 
 def test_the_documents_have_the_demos_figures(

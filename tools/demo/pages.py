@@ -20,27 +20,12 @@ from typing import Any
 import numpy as np
 
 from fem_common.errors import ConfigError
-from fem_common.plot import COLOURS, QUIET, new_figure, plain_axes, save
+from fem_common.plot import COLOURS, QUIET, new_figure, plain_axes, save, smooth
+from pretrain.report.history import History
 from tools.demo import report
-from tools.demo.report import NAMES, History
+from tools.demo.report import NAMES
 
 FEM, TRANSFORMER = COLOURS[:2]
-
-
-def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Return the values smoothed by local linear regression with Gaussian weights.
-
-    width: standard deviation of the weights, in steps.
-
-    Unlike a moving average, this adds no lag and does not bend the ends of the curve.
-    """
-    if len(values) < 3:
-        return values
-    steps, result = np.arange(len(values)), np.empty(len(values))
-    for step in steps:
-        roots = np.exp(-0.25 * ((steps - step) / width) ** 2)  # polyfit squares its weights
-        result[step] = np.polyfit(steps - step, values, 1, w=roots)[-1]
-    return result
 
 
 def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import RunConfig
+from pretrain.report.history import History
 from tools.demo import report
-from tools.demo.report import NAMES, History, checkpoint_step, largest_difference
+from tools.demo.report import NAMES, checkpoint_step, largest_difference
 from tools.demo.shell import DemoError, Shell, print_now, terminate_children
 
 VOCABULARY = 4096

@@ -28,9 +28,9 @@ from fem_common.nested import leaves
 from pretrain.config import RunConfig, Source, load_run, run_of
 from pretrain.data.facts import Contents, SourceContents, check_contents, check_data, read_manifest
 from pretrain.plan.run_plan import flops_per_token
+from pretrain.report.history import History
 from pretrain.report.progress_file import read_progress
 from pretrain.schedule import Schedule
-from tools.demo.report import History
 from tools.scaling.planned_runs import (
     PlannedRun,
     begins_at,
