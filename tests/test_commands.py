@@ -129,10 +129,9 @@ def fault(command: str) -> str | None:
     if name == "fem":
         if words == ["--help"]:
             return None
-        known = words[0] in COMMANDS_OF_FEM
-        return (
-            _python(["-m", COMMANDS_OF_FEM[words[0]][0], *words[1:]], None) if known else words[0]
-        )
+        if words[0] not in COMMANDS_OF_FEM:
+            return f"fem has no command {words[0]}"
+        return _python(["-m", COMMANDS_OF_FEM[words[0]][0], *words[1:]], None)
     if name in ("git", "cd", "source"):
         return None
     return f"{program} is not a command that this test understands"
