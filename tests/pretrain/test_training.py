@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from fem_common.fem import command_line
 from fem_common.progress import print_above
 from fem_megatron.megatron import platform
 from pretrain import trainer
+from pretrain.__main__ import main
 from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.config import load_run
 from pretrain.data.datasets import Batch, batches
@@ -32,7 +34,7 @@ from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, QUIET, ROOT, SMALL, Command, back_to, steps_of
 from tests.pretrain.data_folder import write_pair
 from tests.pretrain.jobs import engine_of, micro_batches
-from tests.ranks import PATIENCE, ended, finished, losses, records
+from tests.ranks import PATIENCE, answer, ended, losses, records
 
 
 def test_run_directory_reports_all(pretrain: Command) -> None:
@@ -62,6 +64,13 @@ def test_run_directory_reports_all(pretrain: Command) -> None:
         for record in steps
     )
     assert steps[2]["lr"] > steps[0]["lr"] > 0
+    assert pretrain.out.partition("Next:\n")[2].splitlines() == [
+        f"  {command_line('curves', folder)}",
+        f"  {command_line('hf', 'export', folder, folder / 'hf')}",
+    ]
+    for step in (1, 2, 4):
+        assert f"\nstep {step}/4  tokens " in pretrain.out
+    assert "step 3/4" not in pretrain.out
     assert [record["step"] for record in records(folder) if "valid_loss" in record] == [4]
     line = next(text for text in pretrain.out.splitlines() if text.startswith("step 2/4"))
     for word in ("tokens 256", "loss", "lr", "grad norm", "tok/s", "peak", "ETA"):
@@ -293,16 +302,19 @@ def test_a_wrong_choice_of_kernels_ends_in_one_line_and_code_2(
     assert not pretrain.run_dir.exists()
 
 
-def test_a_run_states_which_kernels_run(
-    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_a_chosen_kernel(arguments: list[str]) -> int:
+    """Train with an implementation that FEM_KERNELS selects."""
+    os.environ["FEM_KERNELS"] = "fem_attention=reference"
+    return main(arguments)
+
+
+def test_a_run_states_which_kernels_run(settings: list[str], tmp_path: Path) -> None:
     """Run a separate process, because the message is printed once per process. Without a GPU it is
     printed only if the user chose a kernel.
     """
-    monkeypatch.setenv("FEM_KERNELS", "fem_attention=reference")
-    out = finished(1, [DEMO, *settings, "train.steps=4"], tmp_path / "out")
-    lines = [line for line in out.splitlines() if line.startswith("kernels: ")]
-    assert any(line.startswith("kernels: fem_attention: reference runs") for line in lines)
+    words = [DEMO, *settings, "train.steps=4"]
+    assert answer(1, with_a_chosen_kernel, words, output=tmp_path / "out") == 0
+    assert "\nkernels: fem_attention: reference runs" in (tmp_path / "out.0").read_text()
 
 
 def test_a_run_beyond_its_end_is_complete(pretrain: Command) -> None:

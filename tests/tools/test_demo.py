@@ -407,6 +407,10 @@ def test_the_whole_demo_twice_into_one_folder(tmp_path: Path) -> None:
     assert (out / "report.png").stat().st_size > 10_000
     assert all(row[1] in first.stdout for row in report.rows(found))
     assert (out / "checkpoints").resolve() == out / "fem" / "checkpoints"
+    assert first.stdout.count("Next:") == 1
+    for hint in first.stdout.partition("Next:\n")[2].splitlines():
+        done = subprocess.run(hint, shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, (hint, done.stderr)
     second = subprocess.run([*command, "train.steps=20"], cwd=ROOT, capture_output=True, text=True)
     assert second.returncode == 1 and "unchanged" in second.stdout
     assert "nats below the unigram entropy" in second.stderr.splitlines()[-1]
