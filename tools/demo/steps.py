@@ -19,7 +19,7 @@ from pretrain.report.history import History
 from tools.demo import report
 from tools.demo.report import NAMES, checkpoint_step, largest_difference
 from tools.demo.shell import DemoError, Shell, print_now, terminate_children
-from tools.scaling.verbs.collect import DataIdentity, config_hash
+from tools.scaling.verbs.collect import learning_settings
 
 VOCABULARY, VALID_PERCENT = 4096, "10"
 RECIPES = {"fem": "demo", "transformer": "demo_transformer"}  # model -> file in configs/run
@@ -314,13 +314,14 @@ def configuration_hash(root: Path, settings: Sequence[str] = ()) -> str:
 
     root: folder of the checkout. settings: the user's section.key=value.
     """
-    hashes = []
+    # A new key with a default changes no run, so values that equal the defaults are left out.
+    defaults = learning_settings(RunConfig())
+    recipes = []
     for name in RECIPES.values():
         config = load_run(root / "configs" / "run" / f"{name}.yaml", settings)
-        length = config.data.seq_length
-        data = DataIdentity(f"valid {VALID_PERCENT} %", (), length, f"vocabulary {VOCABULARY}")
-        hashes.append(config_hash(config, data))
-    return sha256_json(hashes)[:12]
+        values = learning_settings(config)
+        recipes.append({key: value for key, value in values.items() if value != defaults.get(key)})
+    return sha256_json([recipes, VALID_PERCENT, VOCABULARY])[:12]
 
 
 def _yaml(text: str) -> str:
