@@ -14,16 +14,18 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import itertools
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from fem_common.errors import CommandError, ConfigError, Fault, end
@@ -80,6 +82,20 @@ class Parser(argparse.ArgumentParser):
         given["epilog"] = "\n\n".join(filter(None, (given.get("epilog"), CODES)))
         super().__init__(**given)
         self.register("type", Path, _path)  # for every argument with type=Path
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse like argparse, but first refuse ``--section.key`` where settings are words."""
+        words = sys.argv[1:] if args is None else list(args)
+        if any("key=value" in str(action.metavar) for action in self._actions):
+            for word, after in itertools.pairwise((*words, "-")):
+                dashed = re.fullmatch(r"--(\w+(?:\.\w+)+)(=.*)?", word, re.DOTALL)
+                if word == "--":
+                    break
+                if dashed:
+                    value = dashed[2] or f"={'VALUE' if after.startswith('-') else after}"
+                    setting = shlex.quote(f"{dashed[1]}{value}")
+                    self.error(f"{word}: a setting has no dashes; write {setting}")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` with a suggestion on stderr and exit with code 2."""
@@ -273,6 +289,31 @@ def is_want_of_memory(error: BaseException) -> bool:
         isinstance(error, OSError) and error.errno == errno.ENOMEM
     )
     return named or any(words in str(error) for words in _MEMORY)
+
+
+def _report_absent_package(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Exception hook: report a package that is not installed in one line, with exit code 2.
+
+    Every command imports this module before other packages. All other errors, and absent modules of
+    this repository, keep their traceback.
+    """
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    root = Path(__file__).resolve().parents[1]
+    if kind is not ModuleNotFoundError or not name or (root / name).exists():
+        sys.__excepthook__(kind, error, trace)
+        return
+    main = getattr(sys.modules["__main__"].__spec__, "name", "") or "COMMAND"
+    program = main.removesuffix(".__main__")
+    _print_if_possible(
+        f"{program}: error: {sys.executable} has no package {name}; run `make setup` in {root}, "
+        f"then {root / '.venv/bin/python'} -m {program} ..."
+    )
+    sys.exit(Exit.WRONG_INPUT)
+
+
+sys.excepthook = _report_absent_package
 
 
 def _print_if_possible(line: str) -> None:

@@ -322,6 +322,8 @@ def _file(path: Path) -> Node:
     except FileNotFoundError:
         near = nearest(path.stem, _stems(path.parent), 0.4)
         hint = f"; did you mean {path.with_name(near + '.yaml')}?" if near else ""
+        if "=" in path.name:
+            hint = "; name CONFIG.yaml first, then the settings section.key=value"
         raise ConfigError(f"{path}: no such file{hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None
@@ -703,6 +705,8 @@ class _Reader:
         name = ".".join(path)
         if value is None:
             hint = ", in quotes" if inner is str and node.tag == "bool" else ""
+            if origin is tuple and node.value and isinstance(node.value, str):
+                hint = f"; {_as_list(node, name, entry)}"
             raise ConfigError(f"{node.where}: {name} = {node}: expected {describe(kind)}{hint}")
         if declared.path:
             try:
@@ -720,6 +724,15 @@ class _Reader:
         if fault := declared.fault(value):
             raise ConfigError(f"{node.where}: {name} = {node}: {fault}")
         return value
+
+
+def _as_list(node: Node, name: str, entry: Any) -> str:
+    """Return the advice to write the single value ``node`` of the key ``name`` as a list."""
+    words = ", ".join(word.strip() for word in str(node.value).split(","))
+    if is_dataclass(entry):
+        words = f"{{{fields(entry)[0].name}: {words}}}"
+    given = node.where.startswith(COMMAND_LINE)
+    return f"write '{name}=[{words}]', with the quotes" if given else f"write [{words}]"
 
 
 def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:

@@ -25,7 +25,7 @@ MISTAKES = (
     NotADirectoryError,
     IsADirectoryError,
 )
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, or a limit on space
+FULL = (errno.ENOSPC, errno.EDQUOT)  # no space, or a limit on space
 
 
 class CommandError(Exception):
@@ -76,6 +76,9 @@ def reason(error: OSError) -> str:
     The text contains no error number. For a full disk it also contains what to do.
     """
     message = error.strerror or str(error) or type(error).__name__
+    if error.errno == errno.EFBIG:
+        file = f"{error.filename}: " if error.filename else ""
+        return f"{file}{message}; raise the limit of a file's size, which ulimit -f prints"
     if error.errno in FULL:  # name the folder: the file is often a temporary one
         folder = f"{Path(error.filename).parent}: " if isinstance(error.filename, str) else ""
         return f"{folder}{message}; free some space and run the same command again"

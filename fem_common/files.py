@@ -45,6 +45,13 @@ def expand_home(text: str) -> str:
     return path
 
 
+def start_of(path: str | Path) -> str:
+    """Return words that name the folder where a relative path starts, or "" for another path."""
+    if os.path.isabs(path) or "://" in str(path):
+        return ""
+    return f"relative paths start at the current folder, {os.getcwd()}; "
+
+
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as stream:
@@ -88,9 +95,18 @@ def json_bytes(value: Any) -> bytes:
     )
 
 
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Add the file name ``path`` to an OSError of the block that has none, as those of writes."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+
+
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file and wait until it is on the disk. The folder is not synced."""
-    with path.open("wb") as stream:
+    with named_errors(path), path.open("wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
@@ -139,7 +155,7 @@ def append_json_line(path: Path, value: Any) -> None:
     OSError.
     """
     line = json.dumps(_finite(value), allow_nan=False).encode() + b"\n"
-    with path.open("ab+", buffering=0) as file:
+    with named_errors(path), path.open("ab+", buffering=0) as file:
         if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
             line = b"\n" + line
         while line:

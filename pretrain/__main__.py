@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -57,6 +58,8 @@ EXAMPLES = """examples:
 
 
 REHEARSED = ("h100", "h200", "cpu")
+TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # variable that torchrun sets for its ranks
+RANK_0_SECONDS = 30.0  # in which torchrun ends the other ranks, if rank 0 reports the same mistake
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,6 +83,10 @@ def _report_errors(options: argparse.Namespace) -> int:
         _report_to_torchrun(str(error))
         # Every rank reports faults, because a fault may occur on a single rank.
         if isinstance(error, UserError) and not speaks:
+            if TORCHRUN in os.environ:
+                # torchrun prints seven lines for each rank that failed, so only rank 0 fails.
+                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+                time.sleep(RANK_0_SECONDS)
             return error.code
         raise
     except OSError as error:
@@ -94,15 +101,15 @@ def _report_errors(options: argparse.Namespace) -> int:
 def _report_to_torchrun(message: str) -> None:
     """Write the error to torchrun's error file, if the environment names one.
 
-    torchrun then prints this message instead of generic advice.
+    torchrun then prints this message instead of generic advice. With the form of its own error
+    files it prints no warnings about the form.
     """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
+    if TORCHRUN in os.environ:
+        text = f"pretrain: error: {message}"
+        extra = {"py_callstack": f"\n{text}", "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            Path(file).write_text(
-                json.dumps(
-                    {"message": f"pretrain: error: {message}", "timestamp": str(int(time.time()))}
-                )
+            Path(os.environ[TORCHRUN]).write_text(
+                json.dumps({"message": {"message": text, "extraInfo": extra}})
             )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fem_common.config import reference
 from fem_common.errors import ConfigError
-from fem_common.text import markdown_table
+from fem_common.text import did_you_mean, markdown_table
 from pretrain.config import RunConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -78,10 +78,8 @@ def section_text(section: str) -> str:
     """
     rows = {row.key: row for row in reference(RunConfig)}
     if not any(key.startswith(f"{section}.") for key in rows):
-        raise ConfigError(
-            f"--help {section}: no such section; "
-            f"{', '.join(key for key, row in rows.items() if row.section)}"
-        )
+        sections = [key for key, row in rows.items() if row.section]
+        raise ConfigError(f"--help {section}: no such section; {did_you_mean(section, sections)}")
     lines = [f"{section}: {rows[section].doc}\n"]
     for key, row in rows.items():
         if key.startswith(section + ".") and not row.section:

@@ -24,6 +24,7 @@ from fem_common.config import dump_yaml
 from fem_common.errors import ConfigError, InUse
 from fem_common.files import append_json_line, expand_home, locked, write_atomically
 from fem_common.stores import folder_of
+from fem_common.text import first_few
 from pretrain.config import RunConfig, load_run
 from pretrain.report.history import ATTEMPTS
 
@@ -97,6 +98,10 @@ def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     named = any(text.partition("=")[0].strip() == "run_dir" for text in overrides)
     if given.is_dir():
         if not (given / "config.yaml").is_file():
+            if runs := sorted(file.name for file in given.glob("*.yaml")):
+                raise ConfigError(
+                    f"{given} is a folder: name one of its files: {first_few(runs, 30)}"
+                )
             raise ConfigError(f"{given} is not a run directory: it has no config.yaml")
         config = load_run(given / "config.yaml", overrides)
         if _same_folder(run_directory(config), given):
@@ -217,8 +222,6 @@ def describe(
     (key -> old, new). The other files are replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_yaml(config))
-    (folder / "relaunch.sh").write_text(relaunch_command(world_size) + "\n")
     revision, dirty, changes = _code()
     environment = {
         "git_revision": revision,
@@ -227,10 +230,17 @@ def describe(
         "host": host.node(),
         "packages": {name: _version(name) for name in PACKAGES},
     }
-    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
-    (folder / "changes.diff").write_text(changes) if changes else (folder / "changes.diff").unlink(
-        missing_ok=True
-    )
+    texts = {
+        "config.yaml": dump_yaml(config),
+        "relaunch.sh": relaunch_command(world_size) + "\n",
+        "environment.json": json.dumps(environment, indent=1) + "\n",
+        "changes.diff": changes,
+    }
+    for name, text in texts.items():
+        if text:
+            write_atomically(folder / name, text, synced=False)
+        else:
+            (folder / name).unlink(missing_ok=True)
     attempt = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "pid": os.getpid(),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from fem_common.files import named_errors
 
 
 class HashedWriter:
@@ -23,7 +23,7 @@ class HashedWriter:
         raw = memoryview(data)
         self._hash.update(raw)
         self.bytes += len(raw)
-        with self._named():
+        with named_errors(self.path):
             while raw:
                 raw = raw[self._stream.write(raw) :]
 
@@ -33,15 +33,7 @@ class HashedWriter:
 
     def complete(self) -> str:
         """Flush the file to disk, close it, and return its SHA-256 in hexadecimal."""
-        with self._named():
+        with named_errors(self.path):
             os.fsync(self._stream.fileno())
             self.close()
         return self._hash.hexdigest()
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add the name of the file to an OSError."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None

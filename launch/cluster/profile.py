@@ -330,6 +330,11 @@ def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
     """
     if not Path(path).exists() and (SHIPPED / f"{path}.yaml").is_file():
         path = SHIPPED / f"{path}.yaml"
+    elif not Path(path).exists() and "/" not in str(path):
+        shipped = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
+        raise UserError(
+            f"--cluster {path}: no such file or shipped profile; choose one of {', '.join(shipped)}"
+        )
     profile = config.load(Profile, path, overrides, shipped=SHIPPED)
     if profile.nodes.gpus is None and profile.scheduler == "local":
         # As many as nvidia-smi lists for this process. If it lists none, use 1, so that the check

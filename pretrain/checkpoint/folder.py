@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from fem_common.errors import MISTAKES, ConfigError
-from fem_common.files import sha256, sync_file, sync_folder, write_atomically
+from fem_common.files import named_errors, sha256, sync_file, sync_folder, write_atomically
 from pretrain.checkpoint.manifest import NewerVersion, fault
 
 MANIFEST = "manifest.json"
@@ -180,6 +180,15 @@ def damage(path: Path) -> str | None:
     return None
 
 
+class _NamedFile(io.FileIO):
+    """File whose errors of writing contain its name."""
+
+    def write(self, content: Any) -> int:
+        """Write bytes. Raises OSError with the name of the file."""
+        with named_errors(Path(os.fsdecode(self.name))):
+            return super().write(content)
+
+
 class HashedFile(io.BufferedWriter):
     """File that is hashed while it is written sequentially.
 
@@ -188,7 +197,7 @@ class HashedFile(io.BufferedWriter):
     """
 
     def __init__(self, path: str | Path, mode: str = "wb") -> None:
-        super().__init__(io.FileIO(path, mode))
+        super().__init__(_NamedFile(path, mode))
         self._path = Path(path)
         self._hash = xxhash.xxh3_128()
         self._parts = list[str]()

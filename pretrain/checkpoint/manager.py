@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError, StorageError, reason
-from fem_common.files import remove_leftovers
+from fem_common.files import named_errors, remove_leftovers
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import (
     WRITING,
@@ -449,7 +449,8 @@ def write_common(folder: Path, common: dict[str, Any]) -> None:
     """
     full = io.BytesIO()
     torch.save(common, full)
-    (folder / "common.pt").write_bytes(full.getbuffer())
+    with named_errors(folder / "common.pt"):
+        (folder / "common.pt").write_bytes(full.getbuffer())
 
 
 def _finish_on_all_ranks(finish: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError
-from fem_common.files import sha256
+from fem_common.files import sha256, start_of
 from fem_common.stores import is_url
 from fem_common.text import nearest
 from pretrain.config import SPLITS, RunConfig, Source
@@ -295,7 +295,7 @@ def _source_facts(
     for file in files.values():
         if not file.is_file():
             raise ConfigError(
-                f"{key} = {source.prefix}: {file} not found; {_missing_hint(source.prefix)}"
+                f"{key} = {source.prefix}: {file} not found; {_missing_hint(source.prefix, split)}"
             )
     recorded = _recorded(key, source, manifest) if manifest else {}
     for ending, file in files.items():
@@ -377,18 +377,18 @@ def sample_digest(file: Path) -> str:
     return f"{size}:{digest.hexdigest()}"
 
 
-def _missing_hint(prefix: str) -> str:
+def _missing_hint(prefix: str, split: str) -> str:
     path = Path(prefix)
     if path.suffix in (".bin", ".idx"):
         return f"a prefix is given without its ending: {path.with_suffix('')}"
-    near = nearest(
-        path.name,
-        sorted(
-            other.stem for other in path.parent.glob("*.bin") if other.with_suffix(".idx").exists()
-        ),
-        0.5,
+    folder, name, cutoff = (path, split, 0.0) if path.is_dir() else (path.parent, path.name, 0.5)
+    pairs = sorted(
+        other.stem for other in folder.glob("*.bin") if other.with_suffix(".idx").exists()
     )
-    return f"did you mean {path.with_name(near)}?" if near and near != path.name else MAKE_DATA
+    near = nearest(name, pairs, cutoff)
+    if near and folder / near != path:
+        return f"did you mean {folder / near}?"
+    return MAKE_DATA if folder.is_dir() else f"{start_of(prefix)}{MAKE_DATA}"
 
 
 def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
@@ -486,8 +486,8 @@ def _given_tokenizer(folder: Path) -> _Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
-            f"data.tokenizer = {folder}: {file} not found; give the folder that holds "
-            "tokenizer.json"
+            f"data.tokenizer = {folder}: {file} not found; {start_of(folder)}give the folder that "
+            "holds tokenizer.json"
         )
     try:
         raw = json.loads(file.read_bytes())

@@ -97,7 +97,7 @@ class IndexCache:
         """
         folder = self.root / f".building-{self.folder.name}-{secrets.token_hex(4)}"
         try:
-            with _writing():
+            with _writing(self.root):
                 self.root.mkdir(parents=True, exist_ok=True)
                 for left in self.root.glob(".building-*"):
                     if left.name.endswith(_DAMAGED) or _is_abandoned(left):
@@ -117,7 +117,7 @@ class IndexCache:
             ConfigError: the location is invalid or not writable.
             StorageError: the file system failed.
         """
-        with _writing():
+        with _writing(self.root):
             self._seal(built)
             # Without the lock two processes that both found damage could delete each other's
             # complete folder.
@@ -189,10 +189,11 @@ def index_cache(
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
+def _writing(root: Path) -> Iterator[None]:
     """Turn errors of the file system in the block into one-line errors.
 
-    This includes file system errors that Megatron wraps in its own exceptions.
+    An error without a file name, such as numpy's, names the folder ``root``. This includes file
+    system errors that Megatron wraps in its own exceptions.
     """
     try:
         yield
@@ -202,8 +203,9 @@ def _writing() -> Iterator[None]:
         refusal = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(refusal, OSError):
             raise
+        text = refusal.strerror or str(refusal)
         raise from_os_error(
-            refusal,
+            OSError(refusal.errno, text, refusal.filename or str(root)),
             "the index cache cannot be written: ",
             "; data.index_cache=FOLDER sets another location",
         ) from None

@@ -265,7 +265,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(
         assert (
             result.returncode == 1
             and result.stderr.count("\n") == 1
-            and "File too large; free some space" in result.stderr
+            and ".bin: File too large; raise the limit" in result.stderr
         ), result
         assert f"{out / folder}" in result.stderr and base.entries(out) == done
         assert not list((out / SHARDS).glob(".*")) and not base.merged_hashes(out), result

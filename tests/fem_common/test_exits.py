@@ -10,19 +10,25 @@ import errno
 import gc
 import importlib
 import io
+import json
 import logging
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fem_common import cli
+from fem_common.config import plain
 from fem_common.exits import Exit
+from pretrain.checkpoint.folder import MANIFEST, Progress
+from pretrain.config import load_run
+from tests.test_house import ROOT
 
 # Command -> a command line whose first read or write is below FOLDER. The table leaves out commands
 # without a path, and launch's doctor, which reports an unreadable profile like any check that fails
@@ -146,6 +152,136 @@ def test_a_wrong_path_is_2_and_a_failing_file_system_1(
             and os.strerror(number) in output
             and str(folder.parent) in output
         ), output
+
+
+SETTING_COMMANDS = (
+    "pretrain",
+    "launch submit",
+    "launch local",
+    "data_prep index",
+    "tools.scaling coord-check",
+    "tools.demo",
+    "tools.layout",
+    "tools.bench.engines",
+)
+
+
+@pytest.mark.parametrize("command", SETTING_COMMANDS)
+def test_a_setting_with_dashes_is_refused_with_its_right_form(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, *verb = command.split()
+    main = importlib.import_module(f"{module}.__main__").main
+    for words, form in (
+        (["--train.steps=5"], "train.steps=5"),
+        (["--train.steps", "5", "--help"], "train.steps=5"),
+        (["--log.tensorboard", "--help"], "log.tensorboard=VALUE"),
+        (["--model.pattern=[a, b]"], "'model.pattern=[a, b]'"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([*verb, *words])
+        error = capsys.readouterr().err
+        assert end.value.code == Exit.WRONG_INPUT and error.count("\n") == 1
+        assert f"; write {form} (see: " in error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pretrain run.yaml",
+        "data_prep inspect text.txt",
+        "kernels",
+        "launch doctor",
+        "tools.bench.cpu_suite",
+        "tools.checkpoint show run",
+        "tools.demo",
+        "tools.evaluate.perplexity run",
+        "tools.hf export run out",
+        "tools.scaling plan study.yaml",
+        "tools.tokens run",
+    ],
+)
+def test_an_absent_package_is_one_line_that_names_make_setup(command: str) -> None:
+    """With -S, Python finds its standard library and this repository, as one without packages."""
+    program, *words = command.split()
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", program, *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == Exit.WRONG_INPUT and done.stdout == ""
+    assert re.fullmatch(
+        rf"{program}: error: \S+ has no package \w+; run `make setup` in {ROOT}, then "
+        rf"{ROOT}/.venv/bin/python -m {program} \.\.\.\n",
+        done.stderr,
+    ), done.stderr
+
+
+def test_an_absent_module_of_this_repository_keeps_its_traceback() -> None:
+    code = "import fem_common.cli, fem_common.absent"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("Traceback")
+
+
+HEAVY = """
+import runpy, sys
+del sys.argv[0]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    print(end.code, *{"torch", "transformers", "megatron", "matplotlib"} & set(sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "tools.generate gone text",
+        "tools.generate checkpoint text --tokenizer gone",
+        "tools.hf export gone out",
+        "tools.hf export checkpoint gone --tokenizer gone",
+        "tools.hf export checkpoint folder",
+        "tools.hf import gone out",
+        "tools.hf import folder out",
+        "tools.hf verify gone gone",
+        "tools.hf verify checkpoint gone",
+        "tools.hf verify checkpoint checkpoint --prompts gone",
+        "tools.checkpoint convert gone --engine megatron --out out",
+        "tools.checkpoint convert checkpoint --engine megatron --out checkpoint",
+        "tools.checkpoint merge gone --out out",
+        "tools.checkpoint merge --last 2 --of gone --out out",
+        "tools.checkpoint merge checkpoint --out folder",
+        "tools.checkpoint show gone",
+        "tools.checkpoint verify gone",
+        "tools.checkpoint mirror gone mirror",
+        "tools.evaluate gone",
+        "tools.evaluate.perplexity gone",
+        "tools.evaluate.perplexity checkpoint --data gone",
+        "tools.diagnose gone",
+        "tools.diagnose checkpoint --data gone",
+        "tools.tokens gone --step 1",
+    ],
+)
+def test_a_wrong_path_is_reported_before_torch_is_imported(tmp_path: Path, command: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    write_checkpoint(tmp_path / "checkpoint" / "checkpoints" / "step_00000004")
+    done = subprocess.run(
+        [sys.executable, "-c", HEAVY, *command.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{Exit.WRONG_INPUT:d}\n", done
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(command.split()[0])
+    assert "gone" not in command or "gone" in done.stderr
+
+
+def write_checkpoint(step: Path) -> None:
+    """Write a checkpoint without tensors, which is undamaged for every check of its files."""
+    config = plain(load_run(ROOT / "configs" / "run" / "demo.yaml"))
+    manifest = {"progress": asdict(Progress(4, 16, 16)), "config": config, "data": ""}
+    step.mkdir(parents=True)
+    (step / MANIFEST).write_text(json.dumps({**manifest, "files": {}, "sha256": {}}))
 
 
 FORKED = """

@@ -146,6 +146,9 @@ def test_each_mistake_is_one_line_that_repeats_no_secret(
             and "0123456789" not in output
         ), text
         wording(output)
+    with pytest.raises(UserError) as caught:
+        load_profile("slurm_h100")
+    wording(caught.value)
 
 
 def test_lines_that_bash_does_not_understand_are_refused(path: Path) -> None:

@@ -399,7 +399,7 @@ def test_help_names_examples_exit_codes_and_a_sections_keys(
     for section in ("model", "model.fem", "optimizer"):
         report = re.findall(r"^([\w.]+) = ", printed("--help", section), re.M)
         assert report == [key for key, _ in keys if key.startswith(section + ".")]
-    assert "no such section; model, " in printed("--help", "modle")
+    assert "no such section; did you mean model?" in printed("--help", "modle")
 
 
 def test_the_run_directory_may_name_the_mixer() -> None:
@@ -449,6 +449,11 @@ def test_mistakes_are_one_line_and_data_that_is_there_is_inspected(
 
     monkeypatch.chdir(tmp_path)
     assert "no CONFIG.yaml: name a run" in output_of(code=2)
+    assert "name CONFIG.yaml first, then the settings" in output_of("train.steps=5", DEMO, code=2)
+    folder = output_of(str(CONFIGS), code=2)
+    assert all(f" {path.name}" in folder for path in RUNS)
+    absent = output_of(DEMO, "--check", code=2)
+    assert f"relative paths start at the current folder, {tmp_path}; " in absent
     assert "cannot be combined" in output_of(DEMO, "--resolve", "--check", code=2)
     assert "is not a multiple of train.micro_batch_size" in output_of(
         DEMO, "--resolve", "parallel.world_size=7", code=2

@@ -157,6 +157,8 @@ MANIFEST = "manifest.json"
 MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
     "no data": lambda folder: shutil.rmtree(folder),
     "a prefix misspelled": lambda folder: [f"data.train.0.prefix={folder}/trian"],
+    "a folder": lambda folder: [f"data.train.0.prefix={folder}"],
+    "a folder of validation data": lambda folder: [f"data.valid.0.prefix={folder}"],
     "a prefix with its ending": lambda folder: [f"data.train.0.prefix={folder}/train.bin"],
     "no index": lambda folder: (folder / "valid.idx").unlink(),
     "no training data": lambda folder: ["data.train=[]"],

@@ -217,6 +217,26 @@ def test_without_the_data_numbers_stand_and_another_runs_cache_is_not_taken(
     assert header == "step sample seen source document from to id".split()
 
 
+@pytest.mark.usefixtures("groups")
+def test_a_copied_run_with_relative_paths_reads_the_copied_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another folder, the run's absolute path is used, with a note."""
+    first, copied = tmp_path / "first", tmp_path / "copied"
+    write_data(first / "one", "one", 0)
+    monkeypatch.chdir(first)
+    begin(Path("run"), [Path("one/train")])
+    shutil.copytree(first, copied)
+    for folder, run, source in ((copied, "run", copied), (tmp_path, "copied/run", first)):
+        monkeypatch.chdir(folder)
+        capsys.readouterr()
+        assert main([run, "--step", "1", "--json"]) == 0
+        out, err = capsys.readouterr()
+        sources = {json.loads(line)["source"] for line in out.splitlines()}
+        assert sources == {str(source / "one/train")}
+        assert err.count("\n") == (source == first) and (not err or str(folder) in err)
+
+
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Tokens of all samples that training reads, in order."""

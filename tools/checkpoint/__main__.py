@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.cli import Parser, run
+from tools.checkpoint.paths import check
 
 WITH_MEGATRON = ("convert", "merge")  # modules that import Megatron-core
 CHECKPOINT = "a run directory (its newest valid checkpoint), or a step_NNNNNNNN"
@@ -24,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     def called() -> int:
         # torch and Megatron-core take seconds to import, which --help and wrong arguments avoid.
         if module in WITH_MEGATRON:
+            check(given)
             from fem_megatron.megatron.platform import import_megatron
 
             import_megatron()

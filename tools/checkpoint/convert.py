@@ -18,7 +18,7 @@ from typing import Any
 
 from fem_common.config import plain as plain_values
 from fem_common.errors import ConfigError, InUse, StorageError, convert_os_errors
-from pretrain.checkpoint.folder import MANIFEST, WRITING, Found, find, newest_first, publish_step
+from pretrain.checkpoint.folder import MANIFEST, WRITING, Found, find, publish_step
 from pretrain.checkpoint.manager import WEIGHTS_ALONE, write_common
 from pretrain.checkpoint.manifest import PICKLES
 from pretrain.checkpoint.reader import read_common, read_metadata
@@ -26,6 +26,7 @@ from pretrain.config import EngineConfig, run_of
 from pretrain.run_directory import claimed
 from pretrain.validate import validate
 from tools.checkpoint.optimizer_state import has_moments, renamed
+from tools.checkpoint.paths import refuse_convert
 
 SPLIT = "use_distributed_optimizer"
 NO_STEP = "the optimizer had taken no step yet"
@@ -52,7 +53,7 @@ def convert(checkpoint: Path, engine: str, out: Path, *, plain_optimizer: bool) 
     with convert_os_errors():
         found = find(checkpoint)
         final = out / "checkpoints" / found.path.name
-        _refuse(found, out)
+        refuse_convert(found, out)
         pickles, why_alone = _pickles(found, plain=plain)
         manifest = _manifest(found.manifest, engine, plain=plain, alone=bool(why_alone))
         with claimed(out) as ours:
@@ -71,26 +72,6 @@ def convert(checkpoint: Path, engine: str, out: Path, *, plain_optimizer: bool) 
     how = "linked, no tensor was copied" if linked else "copied, they could not be linked"
     print(f"wrote {final}: files {how}")
     print(_last_line(found, manifest, out, why_alone))
-
-
-def _refuse(found: Found, out: Path) -> None:
-    """Raise ConfigError if the checkpoint cannot be written to ``out``."""
-    step, place = found.path.resolve(), out.resolve()
-    in_a_run = step.parent.name == "checkpoints"
-    run_dir = step.parent.parent if in_a_run else step.parent
-    if place == run_dir or place.is_relative_to(run_dir if in_a_run else step):
-        raise ConfigError(
-            f"--out {out} is in the run directory of {found.path}, whose run must not find the"
-            " converted checkpoint: choose another one"
-        )
-    for there in newest_first(out / "checkpoints"):
-        number = int(there.name.removeprefix("step_"))
-        if number >= found.progress.step:
-            older = "newer than" if number > found.progress.step else "at the same step as"
-            raise ConfigError(
-                f"{there} is {older} {found.path}, and a run in this directory would resume from"
-                " it: choose another --out"
-            )
 
 
 def _pickles(found: Found, *, plain: bool) -> tuple[dict[str, Any], str]:

@@ -24,6 +24,7 @@ from pretrain.checkpoint.reader import Weights
 from pretrain.checkpoint.resume import FREE, TOLD, changes, shown
 from pretrain.checkpoint.writer import write_weights
 from pretrain.config import run_of
+from tools.checkpoint.paths import refuse_merge
 
 
 def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
@@ -119,8 +120,7 @@ def average(checkpoints: Sequence[Path], out: Path, shares: Sequence[float] = ()
     """
     shares = shares or [1.0] * len(checkpoints)
     with convert_os_errors():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"--out {out} already exists; choose another folder")
+        refuse_merge(out)
         found = [find(path) for path in checkpoints]
         sources = [Weights(each.path) for each in found]
         newest = max(range(len(found)), key=lambda n: found[n].progress.step)

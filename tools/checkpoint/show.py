@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.text import gib
 from pretrain.checkpoint.folder import (
@@ -34,7 +32,6 @@ from pretrain.checkpoint.folder import (
     hashes_of,
     newest_first,
 )
-from pretrain.checkpoint.reader import damaged_tensors, read_metadata
 from tools.checkpoint.mirror import verify_mirror
 
 WORD_SECONDS = 10.0  # between two lines that report the progress
@@ -135,6 +132,11 @@ def _layout(layout: dict[str, Any]) -> str:
 
 def _sizes(step: Path) -> tuple[str, str]:
     """Return two texts for the user: the sizes of the weights and of the optimizer state."""
+    # Imported late: torch takes seconds that a wrong path need not wait for.
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from pretrain.checkpoint.reader import read_metadata
+
     try:
         stored = read_metadata(step / ".metadata").state_dict_metadata
     except ConfigError as error:
@@ -249,4 +251,6 @@ def _faults(step: Path, advance: Callable[[int], None]) -> list[str]:
     ]
     if not files and all(name in hashed for name in tensors):
         return []
+    from pretrain.checkpoint.reader import damaged_tensors
+
     return list(damaged_tensors(step, advance)) or list(files.values())

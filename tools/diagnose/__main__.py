@@ -50,10 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     def draw() -> None:
         # Importing torch and matplotlib takes seconds that --help or an error need not wait for.
-        from tools.diagnose import picture
         from tools.diagnose.from_checkpoint import diagnose
 
         found = diagnose(given.checkpoint, given.data, given.tokens)
+        from tools.diagnose import picture
+
         given.out.parent.mkdir(parents=True, exist_ok=True)
         picture.draw(found.values, found.title, given.out)
         print(f"wrote {given.out}: {len(found.values)} numbers of {found.title}")

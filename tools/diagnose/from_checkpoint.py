@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from data_prep.prepared.indexed import FormatError, read_index
 from fem_common.errors import ConfigError
+from fem_common.files import start_of
 from fem_megatron.config import ModelConfig
-from fem_megatron.megatron.platform import device, import_megatron, initialize_distributed
+from pretrain.checkpoint.folder import find
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ def megatron_model(
     Raises:
         ConfigError: the checkpoint cannot be read, or lacks weights of the model.
     """
+    import torch
+
+    from fem_megatron.megatron.platform import import_megatron, initialize_distributed
+
     import_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -86,13 +90,17 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     """
     if tokens < 2:
         raise ConfigError(f"--tokens {tokens}: must be at least 2")
+    found = find(checkpoint)
+    prefix = data or data_of_run(found.manifest["config"]["data"])
+    ids = first_tokens(prefix, tokens)
+    import torch
+
+    from fem_megatron.megatron.platform import device, import_megatron
+
     import_megatron()
     from fem_megatron.diagnostics import observing
-    from pretrain.checkpoint.folder import find
     from pretrain.report.observer import blocks_of
 
-    prefix = data or data_of_run(find(checkpoint).manifest["config"]["data"])
-    ids = first_tokens(prefix, tokens)
     with megatron_model(checkpoint, len(ids)) as (chunk, model, manifest):
         wrong = ids[(ids < 0) | (ids >= (model.vocab_size or 0))]
         if len(wrong):
@@ -127,7 +135,8 @@ def first_tokens(prefix: Path, count: int) -> np.ndarray:
         ids = np.fromfile(prefix.with_name(prefix.name + ".bin"), dtype=kind, count=count)
     except (OSError, FormatError) as error:
         raise ConfigError(
-            f"the data {prefix} cannot be read ({error}): name a .bin/.idx pair with --data PREFIX"
+            f"the data {prefix} cannot be read ({error}): {start_of(prefix)}name a .bin/.idx pair "
+            "with --data PREFIX"
         ) from error
     if len(ids) < 2:
         raise ConfigError(

@@ -19,6 +19,7 @@ from fem_common import cli
 from fem_common.errors import ConfigError
 from fem_common.exits import Exit
 from fem_common.text import aligned
+from tools.hf.paths import check_model
 
 from . import catalogue
 from .catalogue import find_tasks, harness_version
@@ -150,6 +151,8 @@ def _command(given: argparse.Namespace) -> int:
         print(listing(suite), end="")
         return 0
     models = [] if given.download else named(given.models)
+    for _, path in models:
+        check_model(path, given.tokenizer)
     catalogue.settle(given.online or given.download, given.cache)
     tasks = find_tasks(suite) if any(task.kind == "harness" for task in suite.tasks) else None
     download = f"python -m tools.evaluate --download --suite {given.suite}"
@@ -159,7 +162,7 @@ def _command(given: argparse.Namespace) -> int:
             print(f"{given.suite}: all data sets are in {catalogue.cache_folder()}")
         return 0
 
-    if tasks is not None and all(path.is_dir() for _, path in models):
+    if tasks is not None:
         catalogue.require(tasks, download, sys.stderr)
 
     # torch and transformers take seconds to import: missing data is reported before.

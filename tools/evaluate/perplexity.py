@@ -47,6 +47,7 @@ from fem_common.errors import CommandError, ConfigError, StorageError, UserError
 from fem_common.files import json_bytes, sha256_json, write_atomically
 from fem_common.progress import Progress
 from pretrain.checkpoint.folder import find
+from tools.hf.paths import check_model
 
 from .heldout import (
     Kept,
@@ -294,7 +295,8 @@ def data_digest(path: Path, column: SuiteTask) -> str | None:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    from tools.hf.folder import is_folder, read_folder
+    from tools.hf.folder import read_folder
+    from tools.hf.paths import is_folder
 
     if is_folder(path):
         return read_folder(path).training()
@@ -461,6 +463,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _command(given: argparse.Namespace) -> None:
+    check_model(given.model, given.tokenizer)
+    if given.data:
+        open_text(Path(given.data))
     import torch  # takes seconds, which --help and wrong arguments should not need
 
     from tools.hf.open_model import fingerprint, open_model

@@ -15,6 +15,7 @@ from pathlib import Path
 from fem_common import cli
 from fem_common.errors import ConfigError
 from fem_common.files import read_lines
+from tools.hf.paths import check_model
 
 DRAWN = {"temperature": 0.7, "top_k": 40, "top_p": 1.0}
 
@@ -149,6 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
         check(given)
         options = vars(given)
         prompts = read_prompts(options.pop("prompts"), options.pop("file"))
+        check_model(given.model, given.tokenizer)
         del options["greedy"]  # recorded in ``draws``
         # Importing torch and transformers takes seconds that --help or an error need not wait for.
         from .generation import Settings, run

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fem_common.cli import Parser, call_verb
+from fem_common.files import read_lines
+
+from .paths import check_export, check_import, check_model, check_tokenizer_folder
 
 MODEL = (
     "a run directory (its newest checkpoint), a checkpoint step_NNNNNNNN, or a Hugging Face folder"
@@ -20,12 +24,29 @@ def main(arguments: list[str] | None = None) -> int:
     return call_verb("tools.hf", _parser(), arguments, kept="no partial output was kept")
 
 
-def _run(module: str, function: str, **given: Any) -> Any:
-    """Call a function of the package.
+def _run(module: str, function: str, check: Callable[[Any], None], **given: Any) -> Any:
+    """Call a function of the package, after ``check`` of the given paths.
 
     torch and transformers take seconds to import, which --help and wrong arguments avoid.
     """
+    check(given)
     return getattr(importlib.import_module(f"tools.hf.{module}"), function)(**given)
+
+
+def _check_export(given: dict[str, Any]) -> None:
+    check_export(given["checkpoint"], given["out"], given["overwrite"])
+    check_tokenizer_folder(given["tokenizer"])
+
+
+def _check_import(given: dict[str, Any]) -> None:
+    check_import(given["hf_dir"], given["out"], given["overwrite"])
+
+
+def _check_models(given: dict[str, Any]) -> None:
+    if given["prompts"] is not None:
+        read_lines(given["prompts"])
+    check_model(given["a"])
+    check_model(given["b"])
 
 
 def _parser() -> Parser:
@@ -88,7 +109,7 @@ def _parser() -> Parser:
     verb.add_argument(
         "--overwrite", action="store_true", help="replace OUT if it is an earlier export"
     )
-    verb.set_defaults(function=partial(_run, "export", "export_checkpoint"))
+    verb.set_defaults(function=partial(_run, "export", "export_checkpoint", _check_export))
 
     verb = verbs.add_parser(
         "import",
@@ -137,7 +158,7 @@ def _parser() -> Parser:
     verb.add_argument(
         "--overwrite", action="store_true", help="replace CHECKPOINT if it is not empty"
     )
-    verb.set_defaults(function=partial(_run, "import_folder", "import_folder"))
+    verb.set_defaults(function=partial(_run, "import_folder", "import_folder", _check_import))
 
     verb = verbs.add_parser(
         "verify",
@@ -178,7 +199,7 @@ def _parser() -> Parser:
         default="auto",
         help="default: auto, a GPU if one is available",
     )
-    verb.set_defaults(function=partial(_run, "verify", "verify"))
+    verb.set_defaults(function=partial(_run, "verify", "verify", _check_models))
     return parser
 
 

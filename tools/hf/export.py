@@ -38,17 +38,18 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from fem_common.errors import ConfigError, from_os_error
 from fem_common.fem import command_line, next_steps
+from fem_common.files import start_of
 from fem_common.progress import Progress
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.folder import Found, find
+from pretrain.checkpoint.folder import Found
 from pretrain.checkpoint.reader import Weights
 from pretrain.data.facts import Manifest
 from pretrain.plan.run_plan import parameter_shapes
 
 from .bundle import LICENSE, bundle, license_text, packages
 from .configuration_fem import FemLMConfig, named_rope, older_names
-from .folder import CONFIG, TRAINING, byte_count, is_folder, write_shards
+from .folder import byte_count, write_shards
 from .model_card import (
     License,
     data_manifests,
@@ -58,6 +59,7 @@ from .model_card import (
     training_card,
     training_record,
 )
+from .paths import CONFIG, TRAINING, check_export, refuse_occupied
 from .stock import exported, stock_config, why_not_stock
 from .tokenizer import (
     NAME_A_TOKENIZER,
@@ -135,36 +137,6 @@ def export(
             weights_license,
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
-
-
-def refuse_occupied(out: Path, overwrite: bool) -> None:
-    """Raise ConfigError if ``out`` is a file, or a folder with content that may not be
-    overwritten.
-    """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file: choose a folder")
-    if not out.exists() or not any(out.iterdir()):
-        return
-    if not overwrite:
-        raise ConfigError(
-            f"{out} is not empty: choose another folder, or replace it with --overwrite"
-        )
-    if Path.cwd().is_relative_to(out.resolve()):
-        raise ConfigError(
-            f"{out} contains the working directory, which --overwrite does not replace: choose"
-            " another folder"
-        )
-
-
-def refuse_foreign(out: Path, file: str, what: str) -> None:
-    """Raise ConfigError if the folder ``out`` has content, but not ``file``, which each earlier
-    result (``what``: export or import) contains.
-    """
-    if out.exists() and any(out.iterdir()) and not (out / file).is_file():
-        raise ConfigError(
-            f"{out} is not an earlier {what} ({file} is missing), and --overwrite replaces only"
-            f" {what}s: choose another folder"
-        )
 
 
 def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
@@ -273,6 +245,9 @@ def replacing(out: Path) -> Iterator[Path]:
                     os.rename(aside, out)
                 raise
     except OSError as error:
+        _, inside, name = str(error.filename).rpartition("/model/")
+        if inside:  # name the file by its final path
+            error.filename = str(out / name)
         raise from_os_error(error, f"{out} cannot be written: ") from None
 
 
@@ -301,9 +276,7 @@ def export_checkpoint(
     except ValueError as error:
         raise ConfigError(f"--max-shard-size {error}") from None
     weights_license = None if license_id is None else License.read(license_id)
-    _refuse(checkpoint, out, overwrite)
-    found = find(checkpoint)
-    _refuse_overlap(found.path, out)
+    found = check_export(checkpoint, out, overwrite)
     config, source = run_config(found.path, found.manifest), Weights(found.path)
     check_shapes(source.shapes, config.model)
     manifests, notes = data_manifests(config)
@@ -333,43 +306,6 @@ def export_checkpoint(
     print(next_steps(compare, *talk))
 
 
-def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
-    """Raise ConfigError for faults that can be found without reading the checkpoint."""
-    refuse_occupied(out, overwrite)
-    if not checkpoint.exists():
-        raise ConfigError(f"there is no checkpoint {checkpoint}")
-    if not checkpoint.is_dir():
-        raise ConfigError(
-            f"{checkpoint} is a file: expected a folder step_NNNNNNNN, or a run directory with"
-            " checkpoints"
-        )
-    if is_folder(checkpoint):
-        raise ConfigError(
-            f"{checkpoint} is already a Hugging Face folder, which transformers can load: no export"
-            " is needed"
-        )
-    _refuse_overlap(checkpoint, out, inside=False)
-    refuse_foreign(out, CONFIG, "export")
-
-
-def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None:
-    """Raise ConfigError if ``out`` is the checkpoint or contains it.
-
-    inside: raise also if ``out`` is inside the checkpoint.
-    """
-    place, target = checkpoint.resolve(), out.resolve()
-    if place.is_relative_to(target) or (inside and target.is_relative_to(place)):
-        if place == target:
-            relation = "is"
-        elif place.is_relative_to(target):
-            relation = "contains"
-        else:
-            relation = "is inside"
-        raise ConfigError(
-            f"OUT {out} {relation} the checkpoint {checkpoint}: choose a folder outside"
-        )
-
-
 def _tokenizer(
     given: Path | None, found: Found, model: ModelConfig, manifests: dict[str, Manifest]
 ) -> Tokenizer | None:
@@ -381,7 +317,8 @@ def _tokenizer(
     folder = given or next((folder for folder in usual if folder.is_dir()), None)
     if folder is None and len(usual) > 1:
         raise ConfigError(
-            f"the tokenizer of the training, {usual[-1]}, does not exist: {NAME_A_TOKENIZER}"
+            f"the tokenizer of the training, {usual[-1]}, does not exist: "
+            f"{start_of(usual[-1])}{NAME_A_TOKENIZER}"
         )
     if folder is None:
         print(

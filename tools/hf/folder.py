@@ -25,22 +25,10 @@ from fem_common.errors import ConfigError, convert_os_errors
 from fem_common.progress import Progress
 from pretrain.checkpoint.folder import HashedFile
 
+from .paths import CONFIG, INDEX, PICKLES, TOKENIZERS, TRAINING, WEIGHTS
 from .weight_conversion import Converted
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-TRAINING = "training.json"
 GENERATION = "generation_config.json"
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
 TOKENIZER_FILES = (
     *TOKENIZERS,
     "merges.txt",
@@ -108,16 +96,6 @@ class Folder:
         """
         path = self.path / TRAINING
         return json_object(path) if path.is_file() else {}
-
-
-def has_tokenizer(path: Path) -> bool:
-    """Return True if the folder contains a tokenizer."""
-    return any((path / name).is_file() for name in TOKENIZERS)
-
-
-def is_folder(path: Path) -> bool:
-    """Return True if ``path`` is a Hugging Face folder, complete or not."""
-    return any((path / name).is_file() for name in (CONFIG, WEIGHTS, INDEX, *PICKLES))
 
 
 def read_folder(path: Path) -> Folder:

@@ -37,27 +37,17 @@ from pretrain.plan.run_plan import model_weights
 
 from .configuration_fem import FemLMConfig
 from .encoding import trained_here
-from .export import refuse_foreign, refuse_occupied, replacing
-from .folder import (
-    CONFIG,
-    GENERATION,
-    PICKLES,
-    TRAINING,
-    Folder,
-    has_tokenizer,
-    is_folder,
-    json_object,
-    read_folder,
-)
+from .export import replacing
+from .folder import GENERATION, Folder, json_object, read_folder
 from .graft import Graft, check_target, described, graft, table
-from .open_model import check_there, quiet_transformers
+from .open_model import quiet_transformers
+from .paths import CONFIG, MODEL, PICKLES, TRAINING, check_import, has_tokenizer
 from .stock import StockError, from_stock, model_of, read_stock, to_stock
 from .tokenizer import SPECIAL_IDS, Tokenizer
 from .weight_conversion import Converted, first_of, from_fem, to_fem
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED.values()}
-MODEL = "model.yaml"
 PROGRESS = ("step", "consumed_samples", "order_samples", "skipped_steps", "bad_steps_in_a_row")
 
 
@@ -127,7 +117,7 @@ def import_folder(
         invalid; ``out`` is occupied.
     """
     import_megatron()
-    _refuse(hf_dir, out, overwrite)
+    check_import(hf_dir, out, overwrite)
     source = read_source(hf_dir)
     config, notes = run_config(source, out, mixer, dtype, settings)
     check_tensors(source)
@@ -191,9 +181,6 @@ def read_source(path: Path) -> Source:
     Raises:
         ConfigError: it is not a complete folder in safetensors of a supported model.
     """
-    check_there(path)
-    if not is_folder(path):
-        raise ConfigError(_no_folder(path))
     pickled = next((name for name in PICKLES if (path / name).is_file()), None)
     if pickled and not any(path.glob("*.safetensors")):
         fix = (
@@ -333,32 +320,6 @@ def model_yaml(model: ModelConfig, source: Path) -> str:
 
 
 # --- configurations -------------------------------------------------------------------------------
-
-
-def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
-    """Raise ConfigError if ``out`` contains the folder to import or anything but an earlier import.
-
-    An earlier import is accepted with ``overwrite``.
-    """
-    if hf_dir.resolve().is_relative_to(out.resolve()):
-        relation = "is" if hf_dir.resolve() == out.resolve() else "contains"
-        raise ConfigError(f"{out} {relation} the folder to import: choose another one")
-    refuse_occupied(out, overwrite)
-    refuse_foreign(out, MODEL, "import")
-
-
-def _no_folder(path: Path) -> str:
-    """Return the reason why ``path`` is not a Hugging Face folder, and the remedy."""
-    ours = any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json"))
-    if ours or any(path.glob("step_*")):
-        return (
-            f"{path} is already a checkpoint, or a run directory with checkpoints: no import is"
-            " needed (export converts it to a folder)"
-        )
-    adapter = ""
-    if (path / "adapter_config.json").is_file():
-        adapter = " (only an adapter: merge it into its model first)"
-    return f"{path} is not a Hugging Face model: {CONFIG} is missing{adapter}"
 
 
 def _padded_as(model: ModelConfig, training: dict[str, Any]) -> ModelConfig:

@@ -30,7 +30,7 @@ from pretrain.plan.run_plan import flops_per_token
 
 from .bundle import LICENSE_ID
 from .encoding import trained_here
-from .folder import TRAINING, has_tokenizer
+from .paths import TRAINING, has_tokenizer
 from .tokenizer import WHOLE
 
 # Oldest and newest version of transformers with which exported folders are tested.

@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from fem_common.errors import ConfigError
-from fem_common.files import sha256
+from fem_common.files import sha256, start_of
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import Found, find
@@ -41,8 +41,9 @@ from .compare import compare_tokenizers
 from .configuration_fem import FemLMConfig
 from .encoding import Encode, encoder, trained_here
 from .export import AUTO_MAP, check_shapes, hf_config
-from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_folder, read_folder
+from .folder import TOKENIZER_FILES, UNREAD, Folder, read_folder
 from .modeling_fem import FemLMForCausalLM
+from .paths import CONFIG, check_there, check_tokenizer_folder, has_tokenizer, is_folder
 from .stock import StockError, exported, model_of
 from .tokenizer import (
     NAME_A_TOKENIZER,
@@ -173,6 +174,7 @@ def _located(path: Path) -> tuple[Found | None, list[Path]]:
     The checkpoint is None for a Hugging Face folder. Raises ConfigError if ``path`` is neither.
     """
     check_there(path)
+    platform.import_megatron()
     if is_folder(path):
         return None, [path]
     found = find(path)
@@ -194,28 +196,6 @@ def device_named(name: str) -> torch.device:
     raise ConfigError(
         f"--device {name}: this machine has no such device; auto selects the available one"
     )
-
-
-def check_there(path: Path) -> None:
-    """Raise ConfigError unless ``path`` is a folder; for a name on the Hub the message explains how
-    to download it.
-    """
-    platform.import_megatron()
-    if path.is_dir():
-        return
-    if path.exists():
-        raise ConfigError(
-            f"{path} is a file: expected a folder (a run directory, a checkpoint, or a Hugging Face"
-            " folder)"
-        )
-    text = str(path)
-    hub_name = not path.is_absolute() and text.count("/") == 1 and not text.startswith(".")
-    if hub_name and not path.parent.is_dir():
-        raise ConfigError(
-            f"there is no folder {text}, and models are not downloaded automatically: fetch it (hf"
-            f" download {text} --local-dir DIR) and name DIR"
-        )
-    raise ConfigError(f"there is no folder {text}")
 
 
 @contextlib.contextmanager
@@ -396,17 +376,14 @@ def _tokenizer(named: Path | None, usual: list[Path]) -> Reader:
     """Find the tokenizer: in the folder ``named``, or else in the first of ``usual`` that has
     one.
     """
-    if named is not None and not has_tokenizer(named):
-        raise ConfigError(
-            f"--tokenizer {named}: not a tokenizer folder; it has no tokenizer files"
-            " (tokenizer.json, ...)"
-        )
+    check_tokenizer_folder(named)
     for folder in [named] if named else usual:
         if has_tokenizer(folder):
             return load_tokenizer(folder), folder, None
     where = f"{usual[-1]} has none"
     if len(usual) > 1:
         where = f"the tokenizer of the training, {usual[-1]}, does not exist"
+        where = f"{where}; {start_of(usual[-1])}".removesuffix("; ")
     return None, None, f"no tokenizer: {where}; {NAME_A_TOKENIZER}"
 
 

@@ -21,7 +21,8 @@ from fem_common.files import sha256
 from fem_megatron.config import ModelConfig
 
 from . import tokenization_fem
-from .folder import CONFIG, json_object
+from .folder import json_object
+from .paths import CONFIG
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 # Files that a tokenizer's copy leaves out: those of the model in the same folder, and the file that

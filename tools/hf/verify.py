@@ -40,13 +40,14 @@ from .compare import (
     number,
     trace,
 )
-from .folder import is_folder, read_folder
+from .folder import read_folder
 from .open_model import (
     misread_by_transformers,
     open_model,
     quiet_transformers,
     tokenizer_of,
 )
+from .paths import is_folder
 from .stock import exported
 from .weight_conversion import Tensors
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fem_common.config import Node, load
+from fem_common.config import Node, load, read_values
 from fem_common.errors import ConfigError
 from fem_common.settings import setting
 
@@ -317,6 +317,11 @@ def load_study(path: str | Path) -> Study:
     StorageError.
     """
     path = Path(path)
+    if "model" in read_values(path):
+        raise ConfigError(
+            f"{path} is the configuration of a run, not a study; name a study, such as"
+            " configs/studies/cpu_small.yaml"
+        )
     study = load(Study, path)
     name = study.name or path.stem
     directory = study.directory or str(STUDIES / name)

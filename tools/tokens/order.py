@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -224,10 +225,28 @@ def open_order(
     if fault:
         raise ConfigError(f"index cache {fitting[0].folder}: {fault}")
     # The run directory may have been moved since the configuration was written.
-    return _read(fitting[0], replace(config, run_dir=str(run_dir)))
+    return _read(fitting[0], replace(config, run_dir=str(run_dir)), prefixes)
 
 
-def _read(cache: IndexCache, config: RunConfig) -> Order:
+def _present(source: SourceContents, prefixes: Sequence[str]) -> SourceContents:
+    """Return the source at the relative path of the run's configuration, if its .idx exists there.
+
+    Otherwise return it at the absolute path that the index cache records, with a note on stderr.
+    """
+    for prefix in prefixes:
+        if is_url(prefix) or os.path.isabs(prefix) or not source.prefix.endswith(_name(prefix)):
+            continue
+        if Path(f"{prefix}.idx").is_file():
+            return replace(source, prefix=os.path.abspath(prefix))
+        print(
+            f"tools.tokens: note: {prefix} is not in the current folder, {os.getcwd()}; reading "
+            f"{source.prefix}, as the run did",
+            file=sys.stderr,
+        )
+    return source
+
+
+def _read(cache: IndexCache, config: RunConfig, prefixes: Sequence[str]) -> Order:
     by_prefix = {
         source.prefix: source for source in cache.contents.sources if source.split == _SPLIT
     }
@@ -236,7 +255,7 @@ def _read(cache: IndexCache, config: RunConfig) -> Order:
     stores = store_cache(config)
 
     def source(base: Path, prefix: str) -> Source:
-        contents = by_prefix[prefix]
+        contents = _present(by_prefix[prefix], prefixes)
         if config.data.packing == "best_fit":
             return PackedSource(base, contents, stores, config.data.seq_length)
         return Source(base, contents, stores)
@@ -286,13 +305,15 @@ def _is_of(prefixes: Sequence[str], contents: Contents) -> bool:
     cache folder's name.
     """
     recorded = [source.prefix for source in contents.sources if source.split == _SPLIT]
-    named = [
-        prefix if is_url(prefix) else f"/{os.path.normpath(prefix).lstrip('./')}"
-        for prefix in prefixes
-    ]
+    named = [_name(prefix) for prefix in prefixes]
     if len(recorded) != len(named):
         return False
     return all(any(prefix.endswith(name) for prefix in recorded) for name in named)
+
+
+def _name(prefix: str) -> str:
+    """Return the end of the absolute path of a prefix, for every working directory."""
+    return prefix if is_url(prefix) else f"/{os.path.normpath(prefix).lstrip('./')}"
 
 
 def _megatron(run_dir: Path) -> str:

@@ -258,6 +258,7 @@ def test_mistakes_are_one_line(
     suite_file(tmp_path / "s.yaml", WORDS)
     task_folder(tmp_path / "tasks")
     Path("m").mkdir()
+    Path("m", "config.json").touch()
     for arguments in ("nowhere/at/all", "", "m --suite papers", "m --device cuda --suite s.yaml"):
         if "cuda" not in arguments or not torch.cuda.is_available():
             refused(main, "tools.evaluate", *arguments.split(), "--out", "out")

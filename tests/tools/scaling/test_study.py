@@ -214,6 +214,10 @@ def test_a_wrong_study_is_refused_in_one_line(
         out, error = capsys.readouterr()
         assert out == "" and error.startswith("tools.scaling: error: ") and error.count("\n") == 1
         wording(error)
+    for verb in ("plan", "fit", "collect", "plot"):
+        assert main([verb, str(ROOT / "configs" / "run" / "demo.yaml")]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "is the configuration of a run, not a study" in error
 
 
 @pytest.mark.parametrize(
