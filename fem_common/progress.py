@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, TextIO
 
 from fem_common.text import count, duration
 
 TERMINAL_SECONDS, LOG_SECONDS = 0.2, 60.0
+_bars: list[Any] = []  # tqdm's bars of the live lines of this process
+
+
+def print_above(text: str) -> None:
+    """Print ``text`` to stdout above the live lines of this process, if it has any."""
+    # external_write_mode removes tqdm's lines from the terminal while the block prints.
+    with _bars[-1].external_write_mode() if _bars else nullcontext():
+        print(text, flush=True)
 
 
 class Progress:
@@ -103,6 +111,7 @@ class Progress:
                     self._bar = tqdm(
                         file=self.stream, bar_format="{desc}", dynamic_ncols=True, leave=False
                     )
+                    _bars.append(self._bar)
                 self._bar.set_description_str(line)
             else:
                 print(line, file=self.stream, flush=True)
@@ -110,7 +119,8 @@ class Progress:
     def close(self) -> float:
         """Clear the live line and return the seconds since the start."""
         with suppress(OSError, ValueError):
-            if self._bar is not None:
+            if self._bar in _bars:
+                _bars.remove(self._bar)
                 self._bar.close()
         return self.elapsed
 

@@ -21,6 +21,7 @@ from typing import Any
 from fem_common.cli import Parser, run
 from fem_common.config import ConfigErrors, dump_yaml
 from fem_common.errors import MISTAKES, CommandError, ConfigError, UserError, end, reason
+from fem_common.fem import command_line, next_steps
 from fem_common.files import expand_home
 from fem_megatron.catalogue import table
 from pretrain import signals
@@ -442,6 +443,9 @@ def _index(prepared: Prepared, launched: int) -> int:
 def _train(config: RunConfig, launched: int) -> int:
     with signals.noted() as received:
         prepared = prepare(config, launched)
+        folder, first = run_directory(config), os.environ.get("RANK", "0") == "0"
+        if first:  # the imports take seconds
+            print(f"{config.name}: starting in run directory {folder}", flush=True)
         # Imported late, because planning and the checks above need no torch.
         from fem_megatron.megatron.platform import import_megatron
 
@@ -449,7 +453,9 @@ def _train(config: RunConfig, launched: int) -> int:
         from pretrain.run import train
 
         outcome = train(prepared, received)
-    if outcome.stopped_by and os.environ.get("RANK", "0") == "0":
+    if not first:
+        return 0
+    if outcome.stopped_by:
         then = (
             f"continues from {outcome.last_checkpoint}" if outcome.last_checkpoint else "starts it"
         )
@@ -458,6 +464,9 @@ def _train(config: RunConfig, launched: int) -> int:
             f"command {then}",
             flush=True,
         )
+    else:
+        export = command_line("hf", "export", folder, folder / "hf")
+        print(next_steps(command_line("curves", folder), export), flush=True)
     return 0
 
 

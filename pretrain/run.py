@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 from fem_common.errors import MISTAKES, CommandError, ConfigError, InUse, StorageError, reason
 from fem_common.files import remove_leftovers, sha256
+from fem_common.progress import print_above
 from fem_common.text import si
 from fem_megatron import catalogue
 from fem_megatron.megatron import platform
@@ -202,7 +203,7 @@ class Run:
     def log(self, text: str) -> None:
         """Print a line on rank 0."""
         if self.first:
-            print(text, flush=True)
+            print_above(text)
 
     def attempt(self) -> Outcome:
         """Run all remaining stages and return the outcome. The run directory must be claimed.
@@ -227,6 +228,7 @@ class Run:
                 config,
                 self.folder,
                 self.world_size,
+                start.progress.step,
                 {change.key: (change.old, change.new) for change in start.changed},
             )
             if start.forked and start.found:

@@ -25,6 +25,7 @@ from fem_common.errors import ConfigError, InUse
 from fem_common.files import append_json_line, expand_home, locked, write_atomically
 from fem_common.stores import folder_of
 from pretrain.config import RunConfig, load_run
+from pretrain.report.history import ATTEMPTS
 
 FORK = "fork.json"
 # The run's id, and the absolute path of the run directory at the time of writing.
@@ -202,14 +203,18 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 def describe(
-    config: RunConfig, folder: Path, world_size: int, changed: Mapping[str, tuple[Any, Any]]
+    config: RunConfig,
+    folder: Path,
+    world_size: int,
+    step: int,
+    changed: Mapping[str, tuple[Any, Any]],
 ) -> None:
     """Write the files that describe the run into its directory.
 
     They are config.yaml, relaunch.sh and environment.json; and changes.diff, which contains the
     uncommitted changes of a git checkout, if it has any. Each attempt appends a line to
-    ``attempts.jsonl``, which includes the ``changed`` keys (key -> old, new). The other files are
-    replaced.
+    ``attempts.jsonl``, which includes the ``step`` after which it begins and the ``changed`` keys
+    (key -> old, new). The other files are replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(config))
@@ -230,10 +235,9 @@ def describe(
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "pid": os.getpid(),
         "world_size": world_size,
+        "step": step,
     }
-    append_json_line(
-        folder / "attempts.jsonl", {**attempt, **({"changed": changed} if changed else {})}
-    )
+    append_json_line(folder / ATTEMPTS, {**attempt, **({"changed": changed} if changed else {})})
 
 
 def record_fork(folder: Path, found: Path, step: int, order_begin: int, sha256: str) -> None:

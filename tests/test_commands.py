@@ -25,6 +25,7 @@ import pytest
 
 from fem_common import cli
 from fem_common.errors import ConfigError
+from fem_common.fem import COMMANDS as COMMANDS_OF_FEM
 from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import make_plan, render
 from pretrain.run_directory import run_directory
@@ -125,7 +126,13 @@ def fault(command: str) -> str | None:
         )
         # It prints a hint about its news to stderr once a day.
         return missing or (known.stderr if known.returncode else None)
-    if name in ("git", "cd"):
+    if name == "fem":
+        if words == ["--help"]:
+            return None
+        if words[0] not in COMMANDS_OF_FEM:
+            return f"fem has no command {words[0]}"
+        return _python(["-m", COMMANDS_OF_FEM[words[0]][0], *words[1:]], None)
+    if name in ("git", "cd", "source"):
         return None
     return f"{program} is not a command that this test understands"
 
@@ -196,7 +203,7 @@ def trained_in(command: str) -> Path | None:
         (
             at + 2
             for at in range(len(words))
-            if words[at : at + 2] in (["-m", "pretrain"], ["launch", "local"])
+            if words[at : at + 2] in (["-m", "pretrain"], ["fem", "pretrain"], ["launch", "local"])
         ),
         None,
     )
@@ -223,7 +230,7 @@ def test_no_command_of_a_document_finds_the_run_of_another_complete() -> None:
 def test_the_readme_begins_with_the_two_commands() -> None:
     commands = commands_of((ROOT / "README.md").read_text(encoding="utf-8"))
     assert commands[:2] == ["make demo", "make test"]
-    assert any("-m pretrain" in command and "--plan" in command for command in commands)
+    assert any("fem pretrain" in command and "--plan" in command for command in commands)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +257,8 @@ def test_the_readme_begins_with_the_two_commands() -> None:
         "python -m pytest tests/test_nothing.py",
         "python tools/nothing.py",
         "pip install -c constraints.txt -e .[cpu]",
+        "fem pretrain configs/run/demo.yaml train.stps=20",
+        "fem curvs runs/demo/fem",
         "frobnicate now",
     ],
 )

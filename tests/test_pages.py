@@ -19,6 +19,7 @@ from tests.test_house import ROOT, texts
 # Regular expression -> why the commands that contain it do not run in this test.
 NOT_RUN = {
     r"^make demo$|tools\.demo$": "the demo itself: its products are provided",
+    r"^source ": "the environment of this test is used",
     r"^make test": "these are the tests themselves",
     r"tools\.demo --readme": "rewrites the README's figures",
     r"gpu_suite --minutes|gpu_suite --re": "needs a GPU, or the outcomes of one",

@@ -63,6 +63,7 @@ from data_prep.prepared.staging import Staging, existing_folder
 from data_prep.report.progress import Reading
 from data_prep.sources.rows import listed
 from fem_common.errors import StorageError, UserError
+from fem_common.fem import command_line, next_steps
 from fem_common.files import json_bytes, remove, sha256, write_synced
 from fem_common.text import count, counted, ranges, size
 
@@ -312,6 +313,14 @@ def _report(out: Path, manifest: Manifest) -> None:
         f"{rows:,} rows = {written:,} written + {rows - written:,} dropped ({drops}); "
         f"{manifest.source.encoder}"
     )
+    data = []
+    for name in SPLITS:
+        made = name in manifest.splits
+        data.append(f"data.{name}.0.prefix={out / name}" if made else f"data.{name}=[]")
+    train = command_line(
+        "pretrain", "configs/run/demo.yaml", *data, f"run_dir=runs/on_{out.resolve().name}"
+    )
+    print(next_steps(command_line("data", "verify", out), train))
 
 
 def _report_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:

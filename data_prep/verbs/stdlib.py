@@ -1,6 +1,6 @@
 """Verb ``stdlib``: write the running Python's standard library as parquet.
 
-The file has FineWeb-Edu's schema. It is a real corpus of about 11 MB that is available on every
+The file has FineWeb-Edu's schema. It is a real corpus of about 12 MB that is available on every
 machine. The library's own tests and lib2to3 are excluded (with them it is 31 MB), as well as files
 that are not its sources: installed packages, links to other folders, and build settings (config-*,
 _sysconfigdata*), which contain paths of the machine.

@@ -46,6 +46,8 @@ Batch = dict[str, Any]
 # Fields of a sample; the samples of a blend also name their source.
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _AHEAD = 16  # micro-batches requested from a store before they are used
+# Samples above which building the index cache is announced; fewer take about a second.
+ANNOUNCED_SAMPLES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -311,10 +313,13 @@ def _fill(
     fault = from_rank_0(cache.fault)
     if fault is None:
         return False
-    if fault == NOT_THERE:
+    announced = True
+    if fault != NOT_THERE:
+        log(f"index cache {cache.folder}: {fault}; building it again")
+    elif sum(sizes) >= ANNOUNCED_SAMPLES:
         log(f"index cache {cache.folder}: building it, once for this data, seed and length")
     else:
-        log(f"index cache {cache.folder}: {fault}; building it again")
+        announced = False
     started = time.monotonic()
     with ExitStack() as stack:
         folder = from_rank_0(lambda: stack.enter_context(cache.building()))
@@ -322,7 +327,8 @@ def _fill(
         # Other ranks may still be opening files in the folder, which is renamed next.
         torch.distributed.barrier()
         from_rank_0(lambda: cache.publish(folder))
-    log(f"index cache {cache.folder}: built in {time.monotonic() - started:.1f} s")
+    if announced:
+        log(f"index cache {cache.folder}: built in {time.monotonic() - started:.1f} s")
     return True
 
 

@@ -18,9 +18,11 @@ from typing import Any
 from fem_common.config import plain
 from fem_common.errors import ConfigError
 from fem_common.files import append_json_line, write_atomically
+from fem_common.progress import Progress, print_above
 from fem_common.text import count, one_line
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
+from pretrain.report.history import METRICS
 from pretrain.report.metrics import StepRecord
 
 Log = Callable[[str], None]
@@ -80,43 +82,48 @@ def alert(callbacks: Iterable[Callback], title: str, text: str) -> None:
 
 @dataclass
 class Console(Callback):
-    """Logger that prints a line every log interval."""
+    """Logger that prints a line for the first step, every log interval and the last step.
+
+    On a terminal, a live line below them shows every step.
+    """
 
     interval: int
     total_steps: int
+    printed: bool = False  # True after the first step of this attempt
+
+    def __post_init__(self) -> None:
+        self.live = Progress(self.total_steps, "steps")
 
     def on_step(self, record: StepRecord) -> None:
-        for handler in logging.getLogger("kernels").handlers:
-            handler.flush()
-        if record.step % self.interval and record.step != self.total_steps and not record.skipped:
+        if self.live.live and self.live.due:
+            self.live.show(
+                f"step {record.step}/{self.total_steps}  loss {record.loss:.4f}  "
+                f"{count(record.tokens_per_second)} tok/s  ETA {_duration(record.eta_seconds)}"
+            )
+        due = record.step % self.interval == 0 or record.step == self.total_steps
+        if self.printed and not due and not record.skipped:
             return
-        mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
-        mfu += f" (dense {record.dense_mfu:.1%})" if record.dense_mfu is not None else ""
-        dense = (
-            f" (dense {record.dense_tflops_per_device:.3g})"
-            if record.dense_tflops_per_device is not None
-            else ""
-        )
+        self.printed = True
         note = "  SPIKE" if math.isfinite(record.grad_norm) else "  NOT FINITE"
         note = f"{note}, step skipped" if record.skipped else ""
-        print(
+        print_above(
             f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens "
             f"{count(record.consumed_tokens)}  loss {record.loss:.4f}  lr {record.lr:.2e}  grad "
-            f"norm {record.grad_norm:.3f}  {count(record.tokens_per_second)} tok/s  "
-            f"{record.tflops_per_device:.3g} TFLOP/s{dense}{mfu}  peak "
-            f"{record.peak_memory_bytes / 2**30:.2f} GiB  ETA "
-            f"{_duration(record.eta_seconds)}{note}",
-            flush=True,
+            f"norm {record.grad_norm:.3f}  {count(record.tokens_per_second)} tok/s"
+            f"{_utilisation(record)}  peak {record.peak_memory_bytes / 2**30:.2f} GiB  ETA "
+            f"{_duration(record.eta_seconds)}{note}"
         )
 
     def on_eval(self, step: int, values: dict[str, float]) -> None:
-        print(
-            f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()),
-            flush=True,
+        print_above(
+            f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         )
 
     def on_message(self, text: str) -> None:
-        print(text, flush=True)
+        print_above(text)
+
+    def on_end(self) -> None:
+        self.live.close()
 
 
 class JsonLines(Callback):
@@ -127,7 +134,7 @@ class JsonLines(Callback):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.file = folder / "metrics.jsonl"
+        self.file = folder / METRICS
 
     def on_step(self, record: StepRecord) -> None:
         append_json_line(self.file, record.as_dict())
@@ -249,26 +256,16 @@ def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Ca
 def logged_kernels(log: Log) -> Iterator[None]:
     """Print the log records of the kernels during the block with the given function.
 
-    The records name the chosen implementations and the reasons. Without a GPU all reasons are the
-    same, so the choices of a step are combined into one line without reasons.
+    The records name the chosen implementations and the reasons. Without a GPU the choices are the
+    same in every run; they are printed only if FEM_KERNELS changes them. Warnings are always
+    printed.
     """
-    chosen: dict[str, list[str]] = {}
 
     class LogHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno > logging.INFO or platform.has_cuda():
+            chosen = platform.has_cuda() or os.environ.get("FEM_KERNELS")
+            if record.levelno > logging.INFO or chosen:
                 log(f"kernels: {self.format(record)}")
-            else:
-                operation, _, choice = self.format(record).partition(" (")[0].partition(": ")
-                chosen.setdefault(choice, []).append(operation)
-
-        def flush(self) -> None:
-            if chosen:
-                texts = [
-                    f"{choice} for {', '.join(operations)}" for choice, operations in chosen.items()
-                ]
-                log(f"kernels: {'; '.join(texts)}")
-                chosen.clear()
 
     logger = logging.getLogger("kernels")
     handlers, level = logger.handlers, logger.level
@@ -277,7 +274,6 @@ def logged_kernels(log: Log) -> Iterator[None]:
     try:
         yield
     finally:
-        logger.handlers[0].flush()
         logger.handlers = handlers
         logger.setLevel(level)
 
@@ -302,6 +298,20 @@ def _wandb_mode() -> str:
     if mode != "online" or os.environ.get("WANDB_MODE"):
         return mode
     return "online" if wandb.login(prompt=False, verify=False) else "offline"
+
+
+def _utilisation(record: StepRecord) -> str:
+    """Return the TFLOP/s and the MFU of a step for the console; "" on a CPU."""
+    if record.mfu is None and not platform.has_cuda():
+        return ""
+    text = f"  {record.tflops_per_device:.3g} TFLOP/s"
+    if record.dense_tflops_per_device is not None:
+        text += f" (dense {record.dense_tflops_per_device:.3g})"
+    if record.mfu is not None:
+        text += f"  MFU {record.mfu:.1%}"
+    if record.dense_mfu is not None:
+        text += f" (dense {record.dense_mfu:.1%})"
+    return text
 
 
 def _duration(seconds: float) -> str:

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import random
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 
 from data_prep.encode.splits import Split
 from data_prep.encode.tokenizer import load_folder
+from pretrain.config import load_run
 from tests.data_prep import conftest as base
 
 
@@ -120,7 +122,11 @@ def test_same_run_is_left_alone_another_is_refused(
     run(shutil.copy(corpus, tmp_path / "renamed.parquet"), tokenizer, out, base.SHARES)
     command = ("run", corpus, f"--tokenizer {tokenizer} --out {out}", other, base.HF)
     assert "--overwrite" in base.refused(*command) and base.snapshot(out) == before
-    base.done(*command, "--overwrite")
+    output = base.done(*command, "--overwrite")
+    hint = shlex.split(output.splitlines()[-1])  # a command that trains on these splits
+    suggested = load_run(base.ROOT / "configs" / "run" / "demo.yaml", [w for w in hint if "=" in w])
+    assert suggested.data.train[0].prefix == str(out / "train")
+    assert (suggested.data.valid[0].prefix, suggested.data.test) == (str(out / "valid"), ())
     assert not (out / "test.bin").exists() and set(base.manifest_of(out)["splits"]) == {
         "train",
         "valid",

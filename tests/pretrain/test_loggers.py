@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pretrain.report.history import History
 from pretrain.report.loggers import _wandb_mode
 from tests.pretrain.conftest import REWINDABLE, Command, back_to, spikes_at
 from tests.ranks import PATIENCE
@@ -103,6 +104,9 @@ def test_curves_continue_after_a_rewind_and_a_resume(
         attempts[2],
     ]
     assert json.loads(attempts[2])
+
+    read = History.read(pretrain.run_dir)
+    assert (read.returns, read.resumes) == (((7, 4), (8, 6)), (6,))
 
     events = EventAccumulator(str(pretrain.run_dir / "tensorboard"))
     events.Reload()

@@ -24,12 +24,12 @@ from pretrain.checkpoint.folder import MANIFEST, Found, find
 from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.config import load_run
 from pretrain.data.datasets import Batch, batches
+from pretrain.report.history import History
 from pretrain.spikes import Recent, Spikes, carried_over
 from tests.pretrain.conftest import DEMO, QUIET, REWINDABLE, Command, back_to, spikes_at, steps_of
 from tests.pretrain.data_folder import write_folder, write_pair
 from tests.pretrain.jobs import TP2, deepspeed, quick_or_slow, same
 from tests.ranks import answer, losses
-from tools.demo.report import History
 from tools.tokens.__main__ import main as tokens
 from tools.tokens.steps import read_run
 

@@ -96,13 +96,18 @@ def test_a_stage_is_the_run_with_its_own_settings_and_the_schedule_of_the_whole(
     ids=["8 and 5", "9, 4 and 1"],
 )
 def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(
-    pretrain: Command, tmp_path: Path, first_gone: tuple[int, ...]
+    pretrain: Command,
+    tmp_path: Path,
+    first_gone: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kills within each stage and at each boundary: files newer than a step are removed, and the
     same command runs again.
     """
+    monkeypatch.setattr(datasets, "ANNOUNCED_SAMPLES", 0)
     pretrain(*STAGED, "--index")
     assert pretrain.out.count(" samples of training and ") == 3
+    assert "building it" in pretrain.out
     assert "building it" not in pretrain(*STAGED)
     run = pretrain.run_dir
     wanted, curve = losses(run), {record["step"]: record for record in steps_of(run)}

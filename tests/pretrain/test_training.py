@@ -8,28 +8,33 @@ import logging
 import math
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fem_common.fem import command_line
+from fem_common.progress import print_above
 from fem_megatron.megatron import platform
 from pretrain import trainer
+from pretrain.__main__ import main
 from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.config import load_run
 from pretrain.data.datasets import Batch, batches
 from pretrain.plan.run_plan import flops_per_token, make_plan
-from pretrain.report.loggers import logged_kernels
-from pretrain.report.metrics import Meter
+from pretrain.report.loggers import Console, logged_kernels
+from pretrain.report.metrics import Meter, StepRecord
 from pretrain.trainer import Trainer
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, QUIET, ROOT, SMALL, Command, back_to, steps_of
 from tests.pretrain.data_folder import write_pair
 from tests.pretrain.jobs import engine_of, micro_batches
-from tests.ranks import PATIENCE, ended, finished, losses, records
+from tests.ranks import PATIENCE, answer, ended, losses, records
 
 
 def test_run_directory_reports_all(pretrain: Command) -> None:
@@ -59,10 +64,18 @@ def test_run_directory_reports_all(pretrain: Command) -> None:
         for record in steps
     )
     assert steps[2]["lr"] > steps[0]["lr"] > 0
+    assert pretrain.out.partition("Next:\n")[2].splitlines() == [
+        f"  {command_line('curves', folder)}",
+        f"  {command_line('hf', 'export', folder, folder / 'hf')}",
+    ]
+    for step in (1, 2, 4):
+        assert f"\nstep {step}/4  tokens " in pretrain.out
+    assert "step 3/4" not in pretrain.out
     assert [record["step"] for record in records(folder) if "valid_loss" in record] == [4]
     line = next(text for text in pretrain.out.splitlines() if text.startswith("step 2/4"))
-    for word in ("tokens 256", "loss", "lr", "grad norm", "tok/s", "TFLOP/s", "peak", "ETA"):
+    for word in ("tokens 256", "loss", "lr", "grad norm", "tok/s", "peak", "ETA"):
         assert word in line
+    assert ("TFLOP/s" in line) is platform.has_cuda()
 
 
 def test_of_documents_read_separately_both_rates_are_reported(pretrain: Command) -> None:
@@ -289,17 +302,19 @@ def test_a_wrong_choice_of_kernels_ends_in_one_line_and_code_2(
     assert not pretrain.run_dir.exists()
 
 
+def with_a_chosen_kernel(arguments: list[str]) -> int:
+    """Train with an implementation that FEM_KERNELS selects."""
+    os.environ["FEM_KERNELS"] = "fem_attention=reference"
+    return main(arguments)
+
+
 def test_a_run_states_which_kernels_run(settings: list[str], tmp_path: Path) -> None:
-    """Run a separate process, because the message is printed once per process."""
-    out = finished(1, [DEMO, *settings, "train.steps=4"], tmp_path / "out")
-    lines = [line for line in out.splitlines() if line.startswith("kernels: ")]
-    if platform.has_cuda():
-        assert any(line.startswith("kernels: fem_attention") for line in lines)
-    else:  # one line for all kernels, without the reasons, because they are the same
-        (line,) = lines
-        assert len(line) < 140
-        assert "fused runs for fem_attention" in line
-        assert line.count(" runs for ") == 2
+    """Run a separate process, because the message is printed once per process. Without a GPU it is
+    printed only if the user chose a kernel.
+    """
+    words = [DEMO, *settings, "train.steps=4"]
+    assert answer(1, with_a_chosen_kernel, words, output=tmp_path / "out") == 0
+    assert "\nkernels: fem_attention: reference runs" in (tmp_path / "out.0").read_text()
 
 
 def test_a_run_beyond_its_end_is_complete(pretrain: Command) -> None:
@@ -344,19 +359,63 @@ def test_the_eta_counts_the_pauses_left_and_no_step_twice(monkeypatch: pytest.Mo
     )
 
 
-def test_what_the_kernels_log_is_reported_during_a_run_alone() -> None:
-    """Earlier trainings in this process do not write into later output."""
+def test_what_the_kernels_log_is_reported_during_a_run_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Earlier trainings in this process do not write into later output. On a CPU the choices are
+    reported only if the user changes them.
+    """
     report: list[str] = []
     log = logging.getLogger("kernels.of_a_test")
-    with logged_kernels(report.append):
-        for operation, choice in (
-            ("a", "one runs"),
-            ("b", "another runs"),
-            ("c", "one runs (the other does not: no GPU)"),
-        ):
-            log.info(f"{operation}: {choice}")
-    log.info("d: one runs")
-    assert report == ["kernels: one runs for a, c; another runs for b"]
+    for chosen, name in (("", "a"), ("fem_attention=reference", "b")):
+        monkeypatch.setenv("FEM_KERNELS", chosen)
+        with logged_kernels(report.append):
+            log.info(f"{name}: one runs")
+            log.warning(f"{name}: unusual")
+        log.warning("c: one runs")
+    first = ["kernels: a: one runs"] if platform.has_cuda() else []
+    assert report == [
+        *first,
+        "kernels: a: unusual",
+        "kernels: b: one runs",
+        "kernels: b: unusual",
+    ]
+
+
+def test_a_terminal_has_a_live_line_that_other_lines_do_not_break(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step, those at the interval and the last one are printed; every step is shown in
+    the live line, which is removed before a line is printed.
+    """
+
+    class Screen(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr("fem_common.progress.TERMINAL_SECONDS", 0.0)
+    console = Console(interval=4, total_steps=6)
+    for step in range(1, 7):
+        console.on_step(
+            StepRecord(step, 64 * step, 5.0, 1e-3, 1.0, False, 0.1, 640.0, 0.01, None, 2**30, 9.0)
+        )
+        if step == 2:
+            print_above("a message")
+    console.on_end()
+    text = screen.getvalue()
+    printed = [line.rpartition("\r")[2] for line in text.split("\n")[:-1]]
+    assert [line.split("  tokens")[0] for line in printed] == [
+        "step 1/6",
+        "a message",
+        "step 4/6",
+        "step 6/6",
+    ]
+    for step in range(1, 7):
+        assert f"step {step}/6  loss 5.0000  640 tok/s  ETA 0:00:09" in text
+    assert text.endswith("\r")  # the live line is removed at the end
 
 
 def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None:

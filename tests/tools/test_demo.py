@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +22,18 @@ import torch
 from matplotlib import image
 
 from fem_common.errors import ConfigError
+from fem_common.plot import smooth
 from pretrain.config import load_run
 from pretrain.data.facts import check_contents, check_data
+from pretrain.report.history import History
 from tests.tools.refusals import Refused
 from tests.tools.refusals import refused as refused
 from tools.demo import pages, report, stock_transformers
 from tools.demo.__main__ import ENVIRONMENT, main
-from tools.demo.report import History, checkpoint_step, largest_difference
+from tools.demo.report import checkpoint_step, largest_difference
 from tools.demo.shell import DemoError, Shell, printed, terminate_children
-from tools.demo.steps import VOCABULARY, Demo
+from tools.demo.steps import VOCABULARY, Demo, configuration_hash
+from tools.evaluate.suite import load_suite
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "configs" / "run" / "demo.yaml"
@@ -67,7 +73,7 @@ def findings(fem_loss: float = 4.9, plain_loss: float = 5.0) -> dict[str, Any]:
         "logit_difference": {"fem": 2.5e-6, "transformer": 3.5e-6},
         "cache_difference": {"fem": 4.5e-6, "transformer": 5.5e-6},
     }
-    run = {"steps": 60, "stopped_at": 25, "batch_tokens": 4096}
+    run = {"steps": 60, "stopped_at": 25, "batch_tokens": 4096, "configuration": "0123456789ab"}
     machine = {"cores": 2, "python": "3.11.0", "torch": "2.13.0"}
     return {"models": models, "unigram": entropy, "parity": parity, "run": run, "machine": machine}
 
@@ -163,8 +169,27 @@ def test_the_picture_shows_both_models(tmp_path: Path) -> None:
         assert (np.abs(pixels - exact).max(axis=-1) <= 1).sum() > 500
     line = 7.0 - 0.01 * np.arange(50)
     noise = np.random.default_rng(0).normal(size=50)
-    assert pages.smooth(line, 3.0) == pytest.approx(line, abs=1e-9)  # least squares in float64
-    assert pages.smooth(line + noise, 3.0).std() < (line + noise).std() / 1.5
+    assert smooth(line, 3.0) == pytest.approx(line, abs=1e-9)  # least squares in float64
+    assert smooth(line + noise, 3.0).std() < (line + noise).std() / 1.5
+
+
+@pytest.mark.parametrize("steps", [20, 220])
+def test_the_legend_of_the_picture_covers_no_curve(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is outside the axes and inside the figure, also if the run stopped at its first step."""
+    figures: list[Any] = []
+    monkeypatch.setattr(pages, "save", lambda figure, file: figures.append(figure))
+    found = findings()
+    found["run"] |= {"steps": steps, "stopped_at": 1}
+    pages.draw(history(steps=steps), history(0.1, steps), found, Path())
+    (figure,) = figures
+    figure.canvas.draw()
+    (legend,), (axes,) = figure.legends, figure.axes
+    box = legend.get_window_extent()
+    assert any("SIGTERM" in text.get_text() for text in legend.get_texts())
+    assert axes.get_legend() is None and not box.overlaps(axes.get_tightbbox())
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
 
 
 def test_the_documents_have_the_demos_figures(
@@ -208,8 +233,71 @@ def test_the_documents_have_the_demos_figures(
         b"curves",
         b"dots",
     ]
+    assert "configuration `0123456789ab`" in " ".join(texts["demo"].split())
+    stated = f"configuration `0123456789ab`, suite `{pages.suite_hash()}`"
+    evaluated = " ".join(texts["evaluation"].split())
+    assert stated in evaluated and "(60 steps of 4,096 tokens, 999 tokens held out)" in evaluated
     pages.write(tmp_path, out, findings())
     assert texts == {name: page.read_text() for name, page in places.items()}
+
+
+STALE = f"the figures are of another demo: `{pages.COMMAND}` measures them again, idle machine only"
+
+
+def differences(root: Path, *settings: str) -> list[str]:
+    """Return what the pages of the checkout ``root`` state differently from today's demo.
+
+    settings: section.key=value, as if its configuration contained them.
+    """
+    config = load_run(RUN, settings)
+    tokens = config.train.global_batch_size * config.data.seq_length
+    size = f"{config.train.steps} steps of {tokens:,} tokens, "
+    today = f"configuration `{configuration_hash(ROOT, settings)}`"
+    stated, heldout = [], set()
+    for name, page in pages.PAGES.items():
+        text = (root / page).read_text()
+        block = text.partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0]
+        block = " ".join(block.split())
+        suite = f"suite `{pages.suite_hash()}`" if name == "evaluation" else ""
+        stated += [f"{page}: {part}" for part in (size, today, suite) if part not in block]
+        heldout |= {*re.findall(r"([\d,]+) tokens held out", block)} or {"none"}
+    return stated if len(heldout) == 1 else [*stated, f"held-out tokens: {heldout}"]
+
+
+def test_the_published_figures_are_todays_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """README.md and docs/evaluation.md state the size and the hashes of what ``make demo`` runs.
+
+    A change of either recipe, of a shared file or of the suite is found.
+    """
+    assert not differences(ROOT), STALE
+    assert len(differences(ROOT, "train.steps=221")) == 4
+    assert len(differences(ROOT, "optimizer.lr=1.0e-3")) == 2
+    assert differences(ROOT, "log.interval=7", "run_dir=elsewhere") == []
+    columns = load_suite("quick")
+    fewer = replace(columns, tasks=columns.tasks[:-1])
+    monkeypatch.setattr(pages, "load_suite", lambda _: fewer)
+    assert [line.partition(" `")[0] for line in differences(ROOT)] == [
+        "docs/evaluation.md: suite"
+    ], STALE
+
+
+def test_the_published_demo_is_make_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--readme`` adds only the evaluation, by the first command of its page, to the same demo."""
+    ran: list[Any] = []
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr("tools.demo.steps.run", lambda demo: ran.append(replace(demo, shell=None)))
+    monkeypatch.setattr("tools.demo.__main__._publish", lambda found, demo: None)
+    monkeypatch.setattr("tools.demo.pages.write", lambda *given: None)
+    monkeypatch.setattr(Shell, "run", lambda shell, command, *given: ran.append([*command]))
+    recipe = (ROOT / "Makefile").read_text().partition("\ndemo: ")[2].splitlines()[1]
+    words = recipe.split()
+    assert words[:3] == ["$(PYTHON)", "-m", "tools.demo"]
+    assert main(words[3:]) == main(["--readme"]) == 0
+    usual, published, evaluation = ran
+    assert usual == published
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    documented = page.partition("```sh\npython ")[2].partition("\n")[0]
+    assert shlex.join(evaluation[1:]) == f"{documented} --out runs/demo/evaluation"
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -319,6 +407,10 @@ def test_the_whole_demo_twice_into_one_folder(tmp_path: Path) -> None:
     assert (out / "report.png").stat().st_size > 10_000
     assert all(row[1] in first.stdout for row in report.rows(found))
     assert (out / "checkpoints").resolve() == out / "fem" / "checkpoints"
+    assert first.stdout.count("Next:") == 1
+    for hint in first.stdout.partition("Next:\n")[2].splitlines():
+        done = subprocess.run(hint, shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, (hint, done.stderr)
     second = subprocess.run([*command, "train.steps=20"], cwd=ROOT, capture_output=True, text=True)
     assert second.returncode == 1 and "unchanged" in second.stdout
     assert "nats below the unigram entropy" in second.stderr.splitlines()[-1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -452,7 +453,14 @@ def test_intervals_and_verdicts() -> None:
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = made_up("mad", {"softmax": [0.4, 0.41, 0.42], "FEM-SM": [0.5, 0.52, 0.51]}).results
+    outcome = made_up("mad", {"softmax": [0.4, 0.41, 0.42], "FEM-SM": [0.5, 0.52, 0.51]})
+    results, figure = outcome.results, report.picture(outcome)
+    assert figure.get_suptitle() == "FEM, table 1: MAD (quick form)"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "our mean (line: 95 % interval over the seeds)",
+        "the paper's value, at its model size",
+        "guessing",
+    ]
     stray = Trial("compression", "softmax", 0.5, 0, "another size")
     folder = tmp_path / "runs" / "mad-quick"
     folder.mkdir(parents=True)
@@ -469,6 +477,22 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder.joinpath("results.jsonl").unlink()
     assert main(words) == 0 and (tmp_path / "docs" / "papers.md").read_text() == page
     assert len(read_results(tmp_path / "docs" / "papers" / "mad-quick.jsonl")) == len(results)
+    capsys.readouterr()
+
+
+def test_the_published_page_is_the_report_on_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/papers.md is what ``report`` writes today from docs/papers."""
+    docs = Path(__file__).parents[2] / "docs"
+    shutil.copytree(docs / "papers", tmp_path / "papers")
+    for name in ("picture", "iterations", "png"):
+        monkeypatch.setattr(report, name, lambda _: b"")
+    assert main(["report", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
+    stale = "docs/papers.md: python -m tools.papers report writes it again"
+    assert (tmp_path / "papers.md").read_text() == (docs / "papers.md").read_text(), stale
+    for results in sorted((docs / "papers").glob("*.jsonl")):
+        assert (tmp_path / "papers" / results.name).read_text() == results.read_text(), stale
     capsys.readouterr()
 
 

@@ -20,8 +20,8 @@ from fem_common.errors import Fault
 from fem_megatron.catalogue import MIXERS
 from pretrain.config import load_run
 from pretrain.plan.run_plan import count_by_component, decoding_state_bytes
+from pretrain.report.history import History
 from tools.bench import runner
-from tools.demo.report import History
 
 PROGRAM = "tools.bench.mixers"
 RUN = "configs/run/demo.yaml"

@@ -15,11 +15,12 @@ from textwrap import fill
 from typing import Any
 
 from fem_common.cli import Parser, run
+from fem_common.fem import command_line, next_steps
 from fem_common.files import write_atomically
 from fem_common.text import aligned
 from pretrain.config import load_run
+from pretrain.report.history import History
 from tools.demo import pages, report, steps
-from tools.demo.report import History
 from tools.demo.shell import DemoError, Shell, print_now
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +100,9 @@ def _publish(found: dict[str, Any], demo: steps.Demo) -> None:
     short = report.shortfall(found)
     if short:
         raise DemoError(f"the report failed: {short}")
+    curves = command_line("curves", *(demo.path(name) for name in report.NAMES))
+    generate = command_line("generate", demo.path(), "def read(self", "--max-new-tokens", 40)
+    print_now(next_steps(curves, generate))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 ``--readme`` writes the figures and pictures into README.md and docs/evaluation.md of the checkout,
 between markers. The published figures should be reproducible with ``make demo``. Therefore
-``--readme`` requires an idle machine and the default settings.
+``--readme`` requires an idle machine and the default settings. The figures state the hashes of the
+configuration and of the suite that produced them, which a test compares with the current ones.
 """
 
 from __future__ import annotations
@@ -19,28 +20,17 @@ from typing import Any
 
 import numpy as np
 
+from fem_common.config import plain
 from fem_common.errors import ConfigError
-from fem_common.plot import COLOURS, QUIET, new_figure, plain_axes, save
+from fem_common.files import sha256_json
+from fem_common.plot import COLOURS, QUIET, new_figure, plain_axes, save, smooth
+from pretrain.report.history import History
 from tools.demo import report
-from tools.demo.report import NAMES, History
+from tools.demo.report import NAMES
+from tools.evaluate.catalogue import find_tasks
+from tools.evaluate.suite import load_suite
 
 FEM, TRANSFORMER = COLOURS[:2]
-
-
-def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Return the values smoothed by local linear regression with Gaussian weights.
-
-    width: standard deviation of the weights, in steps.
-
-    Unlike a moving average, this adds no lag and does not bend the ends of the curve.
-    """
-    if len(values) < 3:
-        return values
-    steps, result = np.arange(len(values)), np.empty(len(values))
-    for step in steps:
-        roots = np.exp(-0.25 * ((steps - step) / width) ** 2)  # polyfit squares its weights
-        result[step] = np.polyfit(steps - step, values, 1, w=roots)[-1]
-    return result
 
 
 def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) -> None:
@@ -48,7 +38,7 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
 
     found: contents of report.json.
     """
-    figure = new_figure((9, 5.2))
+    figure = new_figure((9, 6))
     axes = figure.subplots()
     models, run = found["models"], found["run"]
     entropy = found["unigram"]["heldout_entropy"]
@@ -68,11 +58,17 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
         axes.plot(1.02 * steps[-1], full, markerfacecolor="white", **line_style)
     label = f"unigram entropy of the held-out text, {entropy:.2f}"
     axes.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":", label=label)
-    label = "FEM stopped by SIGTERM (TP 2 × PP 2, 4 ranks), resumed at DP 2"
+    label = "FEM stopped by SIGTERM (TP 2 × PP 2), resumed at DP 2"
     axes.axvline(run["stopped_at"], color=QUIET, linewidth=1.2, label=label)
     x = f"step ({run['batch_tokens']:,} tokens each)"
     plain_axes(axes, x, "loss, nats per token", grid="y")
-    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    # Below the axes, where it covers no curve, whatever their length; one column per model.
+    handles, labels = axes.get_legend_handles_labels()
+    order = (0, 1, 4, 2, 3, 5)
+    columns = [handles[place] for place in order], [labels[place] for place in order]
+    style = {"ncols": 2, "fontsize": 8.5, "columnspacing": 1.0}
+    figure.legend(*columns, frameon=False, loc="outside lower center", **style)
     title = (
         "Pretraining on Python's standard library:"
         f" {models['fem']['parameters'] / 1e6:.1f}M parameters,"
@@ -117,7 +113,7 @@ def write(root: Path, out: Path, found: dict[str, Any]) -> None:
     texts = {
         "demo": demo_text(found),
         "evaluation": evaluation_text(
-            (out / "evaluation" / "table.md").read_text(encoding="utf-8")
+            (out / "evaluation" / "table.md").read_text(encoding="utf-8"), found
         ),
     }
     for name, text in texts.items():
@@ -129,18 +125,14 @@ def write(root: Path, out: Path, found: dict[str, Any]) -> None:
 
 def demo_text(found: dict[str, Any]) -> str:
     """Return the text for README.md: picture, table, and the conditions of the measurement."""
-    run, machine = found["run"], found["machine"]
-    heads = (
-        f"{run['steps']} steps of {run['batch_tokens']:,} tokens, "
-        f"{found['models']['fem']['heldout_tokens']:,} tokens held out"
-    )
+    machine = found["machine"]
     lines = [
-        [heads, "nats per token", "bits per byte", "parameters", "tokens/s"],
+        [_size(found), "nats per token", "bits per byte", "parameters", "tokens/s"],
         *report.rows(found),
     ]
     head, *body = [f"| {' | '.join(line)} |" for line in lines]
     made = (
-        f"Picture and figures: `{COMMAND}`, {date.today().isoformat()}, "
+        f"Picture and figures: `{COMMAND}`, {_configuration(found)}, {date.today().isoformat()}, "
         f"{machine['cores']} CPU cores ({platform.machine()}), Python {machine['python']}, "
         f"torch {machine['torch']}, on an idle machine. "
     )
@@ -155,17 +147,38 @@ def _block(picture: str, table: str, conditions: str) -> str:
     return f"{picture}\n\n{table}\n\n{fill(conditions, 100)}"
 
 
-def evaluation_text(markdown: str) -> str:
+def _size(found: dict[str, Any]) -> str:
+    run, heldout = found["run"], found["models"]["fem"]["heldout_tokens"]
+    steps = f"{run['steps']} steps of {run['batch_tokens']:,} tokens"
+    return f"{steps}, {heldout:,} tokens held out"
+
+
+def _configuration(found: dict[str, Any]) -> str:
+    return f"configuration `{found['run']['configuration']}`"
+
+
+def suite_hash() -> str:
+    """Return a hash of the quick suite: its columns, and the definitions of its tasks."""
+    suite = load_suite("quick")
+    tasks = find_tasks(suite)
+    content: list[Any] = []
+    for column in suite.tasks:
+        content += [plain(column), column.kind == "harness" and tasks.digest(column.task)]
+    return sha256_json(content)[:12]
+
+
+def evaluation_text(markdown: str, found: dict[str, Any]) -> str:
     """Return the text for docs/evaluation.md: the picture and the first table of the report.
 
-    markdown: report of ``tools.evaluate``.
+    markdown: report of ``tools.evaluate``. found: contents of report.json.
     """
     table = re.search(r"(^\|.*\n)+", markdown, re.MULTILINE)
     assert table is not None
     return _block(
         "![The quick suite on the demo's two models](evaluation.png)",
         table[0].rstrip(),
-        f"*Six small tasks for the demo's two models: `{COMMAND}`, {date.today().isoformat()}. "
+        f"*`{COMMAND}`, {_configuration(found)}, suite `{suite_hash()}`, "
+        f"{date.today().isoformat()}: six small tasks for the demo's two models ({_size(found)}). "
         "± and whiskers are one standard error; vermilion: better by more than the standard error "
         "of the difference.*",
     )

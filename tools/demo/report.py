@@ -1,72 +1,18 @@
-"""Results of the demo: training histories, unigram entropies, and the report as text.
+"""Results of the demo: comparisons of runs, unigram entropies, and the report as text.
 
-A history is read from the run's metrics.jsonl. This module starts no process.
+This module starts no process.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pretrain.report.history import History
 from tools.demo.shell import DemoError
-
-
-@dataclass(frozen=True)
-class History:
-    """Logged steps and validations of one run, in order.
-
-    steps: entries of metrics.jsonl; the last entry of each step.
-    validations: (step, validation loss).
-    """
-
-    steps: tuple[dict[str, Any], ...]
-    validations: tuple[tuple[int, float], ...]
-
-    @classmethod
-    def read(cls, run: Path) -> History:
-        """Read the history of a run directory; an incomplete line is left out."""
-        steps: dict[int, dict[str, Any]] = {}
-        validations: dict[int, float] = {}
-        file = run / "metrics.jsonl"
-        for line in file.read_text().splitlines() if file.is_file() else ():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if "valid_loss" in entry:
-                validations[entry["step"]] = _number(entry["valid_loss"])
-            elif "loss" in entry:
-                steps[entry["step"]] = entry | {"loss": _number(entry["loss"])}
-        return cls(tuple(steps[step] for step in sorted(steps)), tuple(sorted(validations.items())))
-
-    @property
-    def last_step(self) -> int:
-        """Number of the last step; 0 before the first."""
-        return self.steps[-1]["step"] if self.steps else 0
-
-    def losses(self) -> dict[int, float]:
-        """Return step -> training loss, in nats per token."""
-        return {entry["step"]: entry["loss"] for entry in self.steps}
-
-    def part(self, after: int) -> History:
-        """Return the steps after ``after``, with all validations."""
-        kept = tuple(entry for entry in self.steps if entry["step"] > after)
-        return History(kept, self.validations)
-
-    def tokens_per_second(self) -> float:
-        """Return the median of the tokens per second over the steps."""
-        return statistics.median(entry["tokens_per_second"] for entry in self.steps)
-
-
-def _number(value: float | None) -> float:
-    """Return a loss of metrics.jsonl as a float; null, which means not finite, becomes NaN."""
-    return math.nan if value is None else value
 
 
 def checkpoint_step(run: Path) -> int:

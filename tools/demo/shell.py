@@ -163,7 +163,10 @@ def _children(pid: int) -> list[psutil.Process]:
 def _show(process: subprocess.Popen[str], output: Callable[[str], object]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
+        if line == "Next:\n":  # the command's hints for its user: the demo has its own
+            break
         output(f"    {line.rstrip()}")
+    process.stdout.read()
 
 
 def _end(process: subprocess.Popen[str]) -> None:

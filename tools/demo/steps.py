@@ -7,18 +7,22 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pretrain.config import RunConfig
+from fem_common.files import sha256_json
+from pretrain.config import RunConfig, load_run
+from pretrain.report.history import History
 from tools.demo import report
-from tools.demo.report import NAMES, History, checkpoint_step, largest_difference
+from tools.demo.report import NAMES, checkpoint_step, largest_difference
 from tools.demo.shell import DemoError, Shell, print_now, terminate_children
+from tools.scaling.verbs.collect import learning_settings
 
-VOCABULARY = 4096
+VOCABULARY, VALID_PERCENT = 4096, "10"
+RECIPES = {"fem": "demo", "transformer": "demo_transformer"}  # model -> file in configs/run
 STOPPED_LAYOUT = "TP 2 x PP 2 with sequence parallelism, 4 ranks"
 RESUMED_LAYOUT = "TP 1 x PP 1, DP 2 with the distributed optimizer, 2 ranks"
 SPLIT = [
@@ -109,7 +113,7 @@ class Demo:
         arguments: additional overrides.
         watch: see `Shell.run`.
         """
-        recipe = "demo_transformer" if name == "transformer" else "demo"
+        recipe = RECIPES.get(name, RECIPES["fem"])
         launcher = [*self.shell.torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain"]
         settings = (*self.overrides(name), *self.settings, *arguments)
         command = [*launcher, f"configs/run/{recipe}.yaml", *settings]
@@ -156,7 +160,7 @@ class Demo:
         self.data_prep("gathering text", "stdlib", corpus, again)
         vocabulary = ("--vocab-size", str(VOCABULARY), "--out", tokenizer)
         self.data_prep("training the tokenizer", "train-tokenizer", corpus, *vocabulary, again)
-        split = ("--tokenizer", tokenizer, "--out", data, "--valid-percent", "10")
+        split = ("--tokenizer", tokenizer, "--out", data, "--valid-percent", VALID_PERCENT)
         self.data_prep("encoding", "run", corpus, *split, again)
         data_prep = [self.shell.python, "-m", "data_prep"]
         stats = [*data_prep, "stats", data, "--picture", self.path("lengths.png")]
@@ -296,12 +300,28 @@ class Demo:
                 "stopped_at": self.stopped_at,
                 "batch_tokens": train.global_batch_size * seq_length,
                 "seq_length": seq_length,
+                "configuration": configuration_hash(self.shell.root, self.settings),
                 "stopped_layout": STOPPED_LAYOUT,
                 "resumed_layout": RESUMED_LAYOUT,
             },
             "data": manifest["splits"],
             "machine": machine(),
         }
+
+
+def configuration_hash(root: Path, settings: Sequence[str] = ()) -> str:
+    """Return a hash of everything that determines what both models learn, except the text.
+
+    root: folder of the checkout. settings: the user's section.key=value.
+    """
+    # A new key with a default changes no run, so values that equal the defaults are left out.
+    defaults = learning_settings(RunConfig())
+    recipes = []
+    for name in RECIPES.values():
+        config = load_run(root / "configs" / "run" / f"{name}.yaml", settings)
+        values = learning_settings(config)
+        recipes.append({key: value for key, value in values.items() if value != defaults.get(key)})
+    return sha256_json([recipes, VALID_PERCENT, VOCABULARY])[:12]
 
 
 def _yaml(text: str) -> str:

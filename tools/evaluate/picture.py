@@ -13,13 +13,14 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
+from fem_common.text import counted
 
 from .table import Column, Point, Table, printed
 
 BEST, OTHER = COLOURS[1], COLOURS[0]
-ACROSS = 6  # panels side by side, at most
+ACROSS = 3  # panels side by side, at most: more would be too small on a page of 830 pixels
 CENTRED = {"ha": "center", "va": "center", "color": QUIET}
-ROW, HEAD = 0.24, 0.95  # inches per model in a panel, and for the title and axis of a panel
+ROW, HEAD = 0.27, 1.05  # inches per model in a panel, and for the title and axis of a panel
 
 
 def scores(table: Table) -> Any:
@@ -37,27 +38,26 @@ def scores(table: Table) -> Any:
     )
     lines = [math.ceil(size / across) for size in sizes]
     order = _order(table)
-    left = 0.075 * max(len(table.rows[index].model) for index in order) if len(order) > 1 else 0.4
+    left = 0.085 * max(len(_short(row.model)) for row in table.rows)
     panel = HEAD + ROW * len(order)
     heights = [count * panel + 0.3 for count in lines]
-    figure = new_figure((max(6.4, left + 2.35 * across), sum(heights) + 0.55))
+    figure = new_figure((max(6.4, left + 2.35 * across), sum(heights) + 0.75))
     title = f"Evaluation: {table.suite}" if table.suite else "Evaluation"
-    models, best = table.rows[0].model, ""
+    legend = "score ± one standard error; dashed: guessing"
     if len(table.rows) > 1:
-        models = f"{len(table.rows)} models"
-        best = "; vermilion: best by more than the standard error of a difference"
-    title_text = f"{title}, {models}: score ± one standard error; dashed: guessing{best}"
-    figure.suptitle(title_text, x=0.01, ha="left", fontsize=10.5)
+        legend += "\nvermilion: best by more than the standard error of a difference"
+    title_text = f"{title}, {counted(len(table.rows), 'model')}: {legend}"
+    figure.suptitle(title_text, x=0.01, ha="left", fontsize=11)
     parts = figure.subfigures(len(groups), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part, (name, columns), count in zip(parts, groups, lines, strict=True):
         if name:
-            part.suptitle(name, x=0.01, ha="left", fontsize=10, fontweight="bold")
+            part.suptitle(name, x=0.01, ha="left", fontsize=11, fontweight="bold")
         grid = part.subplots(count, across, squeeze=False).ravel()
         for place, axes in enumerate(grid):
             if place >= len(columns):
                 axes.set_visible(False)
                 continue
-            _panel(axes, table, columns[place], order, named=place % across == 0 and len(order) > 1)
+            _panel(axes, table, columns[place], order, named=place % across == 0)
     return figure
 
 
@@ -82,7 +82,7 @@ def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, nam
         colour, quiet = (BEST, BEST) if index == ahead else (OTHER, QUIET)
         style = {"color": colour, "marker": "o", "markersize": 4.5, "linewidth": 1.3}
         axes.errorbar(value, place, xerr=error, **style)
-        style = {"transform": axes.get_yaxis_transform(), "fontsize": 7.5, "va": "center"}
+        style = {"transform": axes.get_yaxis_transform(), "fontsize": 9, "va": "center"}
         axes.text(1.02, place, str(printed(value)), color=quiet, **style)
         low.append(value - error)
         high.append(value + error)
@@ -93,16 +93,16 @@ def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, nam
     axes.set_yticks(
         range(len(order)),
         [_short(table.rows[index].model) for index in order] if named else [""] * len(order),
-        fontsize=8,
+        fontsize=9.5,
     )
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=7.5)
+    axes.tick_params(axis="x", labelsize=9)
     plain_axes(axes, grid="x")
     axes.spines["left"].set_visible(False)
     lower = "" if column.higher_is_better else ", lower is better"
-    axes.set_title(f"{column.label}\n", loc="left", fontsize=9)
+    axes.set_title(f"{column.label}\n", loc="left", fontsize=10.5)
     under = {"xycoords": "axes fraction", "xytext": (0, 4), "textcoords": "offset points"}
-    axes.annotate(column.settings_text + lower, (0.0, 1.0), fontsize=7.5, color=QUIET, **under)
+    axes.annotate(column.settings_text + lower, (0.0, 1.0), fontsize=9, color=QUIET, **under)
 
 
 def _limits(
@@ -134,7 +134,13 @@ def _limits(
         here = {"x": 0.0, "ha": "left"} if chance < least else {"x": 1.0, "ha": "right"}
         label = f"‹ guessing {chance:.2g}" if chance < least else f"guessing {chance:.2g} ›"
         axes.text(
-            y=0.03, s=label, transform=axes.transAxes, fontsize=7, color=QUIET, va="bottom", **here
+            y=0.03,
+            s=label,
+            transform=axes.transAxes,
+            fontsize=8.5,
+            color=QUIET,
+            va="bottom",
+            **here,
         )
     edge = max(0.06 * (most - least), (span - most + least) / 2)
     # If no score is negative, the axis extends below zero only for the end of a whisker and a

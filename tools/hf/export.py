@@ -37,6 +37,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from fem_common.errors import ConfigError, from_os_error
+from fem_common.fem import command_line, next_steps
 from fem_common.progress import Progress
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
@@ -327,6 +328,9 @@ def export_checkpoint(
         )
     trust = "" if why_not_stock(config.model) is None else ", trust_remote_code=True"
     print(f"wrote {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}{trust}) loads it")
+    compare = command_line("hf", "verify", out, checkpoint)
+    talk = [command_line("generate", out, "Once upon a time")] if used else []
+    print(next_steps(compare, *talk))
 
 
 def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:

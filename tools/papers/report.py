@@ -43,6 +43,7 @@ ABOUT = (
 )
 LEVEL = "both solve the task"
 DOTTED: dict[str, Any] = {"color": QUIET, "linewidth": 0.8, "linestyle": ":"}
+ACROSS = 4  # panels side by side, at most
 VERDICTS = ("agrees", "tends to agree", "tends to disagree", "disagrees", LEVEL)
 
 
@@ -244,32 +245,57 @@ def picture(outcome: Outcome) -> Any:
     """
     experiment, rows, cases = outcome.experiment, outcome.rows, outcome.cases
     percent = experiment.scale == 100
-    figure = new_figure((1.6 + 1.7 * len(cases), 1.0 + 0.24 * len(rows)))
-    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
-    for case, axes in zip(cases, panels, strict=True):
+    lines = math.ceil(len(cases) / ACROSS)
+    across = math.ceil(len(cases) / lines)
+    figure = new_figure((max(6.8, 1.6 + 1.7 * across), 0.8 + lines * (0.9 + 0.24 * len(rows))))
+    grid = figure.subplots(lines, across, sharey=True, squeeze=False)
+    panels = grid.ravel()
+    marks: dict[str, Any] = {}  # label in the legend -> one of its marks
+    for axes in panels[len(cases) :]:
+        axes.set_visible(False)
+    for case, axes in zip(cases, panels, strict=False):
         for place, row in enumerate(rows):
             values = outcome.values(case, row)
             if values:
                 mean, half = interval(values)
                 error = half if half < math.inf else 0
                 style = {"color": COLOURS[0], "markersize": 4, "linewidth": 1.2}
-                axes.errorbar(mean, place, xerr=error, fmt="o", **style)
+                bars = axes.errorbar(mean, place, xerr=error, fmt="o", **style)
+                marks["our mean (line: 95 % interval over the seeds)"] = bars
             published = experiment.published.get((case, row))
             if published is not None:
                 style = {"color": COLOURS[1], "markersize": 5, "markerfacecolor": "none"}
-                axes.plot(published, place, "D", **style)
+                (diamond,) = axes.plot(published, place, "D", **style)
+                marks["the paper's value, at its model size"] = diamond
         if experiment.chance is not None:
             chance = experiment.scale * experiment.chance(case, outcome.size)
-            axes.axvline(chance, **DOTTED)
-        plain_axes(axes, experiment.metric + (", %" if percent else ""), grid="x")
+            marks["guessing"] = axes.axvline(chance, **DOTTED)
+        lower = ", lower is better" if experiment.falls else ""
+        plain_axes(axes, experiment.metric + (", %" if percent else lower), grid="x")
         if percent:
             low, high = axes.get_xlim()
             axes.set_xlim(max(low, -3), min(high, 103))
-        axes.set_title(case, fontsize=8)
-        axes.tick_params(labelsize=7)
+        _small_text(axes, case)
     panels[0].set_yticks(range(len(rows)), rows)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(rows) - 0.5, -0.5)
+    _title(figure, outcome)
+    figure.legend(
+        marks.values(), marks.keys(), loc="outside lower center", ncols=3, fontsize=8, frameon=False
+    )
     return figure
+
+
+def _small_text(axes: Any, title: str) -> None:
+    """Set the title of a panel, and the sizes of its texts."""
+    axes.set_title(title, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.xaxis.label.set_size(8)
+
+
+def _title(figure: Any, outcome: Outcome, addition: str = "") -> None:
+    """Set the title of a figure: the experiment's, and its form."""
+    title = f"{texts()[outcome.experiment.name]['title']} ({outcome.kind} form){addition}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
 
 
 def iterations(outcome: Outcome) -> Any:
@@ -278,7 +304,7 @@ def iterations(outcome: Outcome) -> Any:
     It shows the first case, means over the seeds, and marks the number of iterations in training.
     """
     curves = outcome.experiment.curves
-    figure = new_figure((2.6 * len(curves) + 1.2, 2.4))
+    figure = new_figure((2.3 * len(curves) + 0.3, 3.2))
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
     for (name, label), axes in zip(curves.items(), panels, strict=True):
         means = {}
@@ -291,14 +317,16 @@ def iterations(outcome: Outcome) -> Any:
         # With very different sizes, the largest curve would flatten the others.
         if sizes and max(sizes) > 10 * min(sizes) > 0:
             means = {row: [value / abs(mean[0]) for value in mean] for row, mean in means.items()}
-            label += ", relative to the start"
+            label += ",\nrelative to the start"
         for number, (row, mean) in enumerate(means.items()):
             style = {"markersize": 2, "linewidth": 1, **colour_of(number)}
             axes.plot(range(len(mean)), mean, label=row, **style)
-            axes.axvline(len(mean) / 2, **DOTTED)
+        trained = max(map(len, means.values()), default=0) / 2
+        axes.axvline(trained, label="iterations in training", **DOTTED)
         plain_axes(axes, "iteration", grid="y")
-        axes.set_title(label, fontsize=8)
-        axes.tick_params(labelsize=7)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        _small_text(axes, label)
+    _title(figure, outcome, ", mean over the seeds")
     handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside right center", fontsize=7, frameon=False)
+    figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure

@@ -6,16 +6,15 @@ The batch size may have changed between attempts. An attempt is one start of the
 from __future__ import annotations
 
 import itertools
-import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fem_common.errors import ConfigError
 from pretrain.checkpoint.folder import Found, Progress, newest_good
 from pretrain.config import load_run
+from pretrain.report.history import ATTEMPTS, METRICS, json_lines
 from pretrain.report.progress_file import read_progress
 from pretrain.run_directory import read_fork
 from pretrain.training_stages import Part, parts_of
@@ -209,7 +208,7 @@ def _record(
     for (step, tokens, was), (_, _, now) in itertools.pairwise(lines):
         if now > was:
             jumps[step] = tokens // length - before + now
-    for attempt in _lines(run_dir / "attempts.jsonl"):
+    for attempt in json_lines(run_dir / ATTEMPTS):
         changed = attempt.get("changed")
         values = changed.get("train.global_batch_size") if isinstance(changed, dict) else None
         if isinstance(values, list):
@@ -233,23 +232,9 @@ def _recorded_steps(run_dir: Path) -> list[tuple[int, int, int]]:
     An attempt that resumed at an earlier checkpoint replaces the entries of the later steps.
     """
     lines: list[tuple[int, int, int]] = []
-    for record in _lines(run_dir / "metrics.jsonl"):
+    for record in json_lines(run_dir / METRICS):
         if all(type(record.get(key)) is int for key in ("step", "consumed_tokens")):
             while lines and lines[-1][0] >= record["step"]:
                 lines.pop()
             lines.append((record["step"], record["consumed_tokens"], record.get("passed_over", 0)))
     return lines
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file; a truncated line is skipped."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record

@@ -62,6 +62,9 @@ def test_a_panel_a_column_a_dot_a_model(tmp_path: Path) -> None:
     ]
     assert not dots(found["COPA"])
     assert [text.get_text() for text in found["COPA"].texts].count("–") == 3
+    write(tmp_path / "one", "alone", "arc", 0.5)
+    only = panels(tmp_path / "one", "arc")["ARC"]
+    assert [text.get_text() for text in only.get_yticklabels()] == ["alone"]
     far = panels(tmp_path, "far")["FAR"]
     assert not guessing(far) and "‹ guessing 0.5" in [text.get_text() for text in far.texts]
 

@@ -78,6 +78,7 @@ def test_the_same_bytes_every_time(runs: Folders, exports: Folders, tmp_path: Pa
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
     for name in ("fem_softmax", "transformer"):
+        assert f" verify {tmp_path / 'deep' / name} {runs[name]}\n" in done.stdout  # the next step
         first, second = files(exports[name]), files(tmp_path / "deep" / name)
         assert first == second and len(first) > 6
         assert len({file.stat().st_mode & 0o777 for file in exports[name].iterdir()}) == 1

@@ -28,9 +28,9 @@ from fem_common.nested import leaves
 from pretrain.config import RunConfig, Source, load_run, run_of
 from pretrain.data.facts import Contents, SourceContents, check_contents, check_data, read_manifest
 from pretrain.plan.run_plan import flops_per_token
+from pretrain.report.history import History
 from pretrain.report.progress_file import read_progress
 from pretrain.schedule import Schedule
-from tools.demo.report import History
 from tools.scaling.planned_runs import (
     PlannedRun,
     begins_at,
@@ -290,14 +290,14 @@ def config_hash(config: RunConfig, data: DataIdentity) -> str:
     Included are the model, the contents of the data, batch, length, seed and optimizer. Names,
     paths and the parallel layout are not.
     """
-    return _hash([sorted(_flat(config).items()), data.key, data.tokenizer])
+    return _hash([sorted(learning_settings(config).items()), data.key, data.tokenizer])
 
 
 def difference_from_plan(planned: RunConfig, found: RunConfig) -> tuple[str, Any, Any] | None:
     """Return (key, planned value, run's value) of the first learning-relevant key that differs from
     the plan, or None.
     """
-    wanted, held = _flat(planned), _flat(found)
+    wanted, held = learning_settings(planned), learning_settings(found)
     for key in wanted | held:
         one, other = wanted.get(key), held.get(key)
         if one != other and not (one is None and key in _FROM_DATA):
@@ -310,7 +310,7 @@ def heldout_tokens(config: RunConfig) -> int:
     return config.train.eval_batches * config.train.global_batch_size * config.data.seq_length
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
+def learning_settings(config: RunConfig) -> dict[str, Any]:
     """Return key -> value of everything that decides what a run learns."""
     no_matter = re.compile(rf"({'|'.join(map(re.escape, _NO_MATTER))})(\..*)?|.*\.prefix")
     return {
