@@ -20,7 +20,7 @@ _HEAD = """# The configuration of a run
 Written by `python -m pretrain.reference_page` from `pretrain/config.py` and
 `fem_megatron/config.py`.
 
-    python -m pretrain configs/run/demo.yaml train.steps=100 model.fem.gate=false
+    python -m pretrain configs/run/demo.yaml train.steps=20 model.fem.gate=false run_dir=runs/plain
 
 A run is a YAML file. Each section of it is one of
 - a mapping of the keys below;

@@ -30,8 +30,9 @@ from pretrain.plan.run_plan import flops_per_token
 
 from .bundle import LICENSE_ID
 from .encoding import trained_here
+from .folder import json_object
 from .paths import TRAINING, has_tokenizer
-from .tokenizer import WHOLE
+from .tokenizer import SETTINGS, WHOLE
 
 # Oldest and newest version of transformers with which exported folders are tested.
 TESTED = ("4.57.6", "5.23.0")
@@ -113,6 +114,7 @@ def model_card(
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(TEMPLATE)
+    settings = json_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     text = template.render(
         name=card.get("name", "A language model"),
         parameters=_text(parameters),
@@ -126,6 +128,7 @@ def model_card(
         architecture=(config.architectures or [""])[0],
         has_code=any(folder.glob("*.py")),
         has_tokenizer=has_tokenizer(folder),
+        chat_template=(folder / "chat_template.jinja").is_file() or "chat_template" in settings,
         whole_tokenizer=(folder / WHOLE).is_file(),
         has_training=(folder / TRAINING).is_file(),
         gated=any(isinstance(block.mlp, SwiGluShape) for block in blocks.values()),

@@ -4,6 +4,7 @@ folder, and its code runs.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers.cli.serving.model_manager import ModelManager
 
 from fem_common.errors import ConfigError
 from fem_megatron.mixers.attention.shape import AttentionConfig
@@ -18,6 +20,7 @@ from tests.tools.hf.checkpoints import hf
 from tests.tools.hf.readers import FAMILIES
 from tests.tools.hf.runs import Folders
 from tests.tools.hf.small import LORA, VOCAB, export, small, write_tokenizer
+from tools.hf.folder import json_object
 from tools.hf.model_card import License
 
 ROOT = Path(__file__).parents[3]
@@ -42,6 +45,26 @@ def test_the_code_on_the_card_runs(
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("name", ["fem_softmax", "transformer"])
+def test_transformers_serve_loads_what_the_card_names(name: str, tmp_path: Path) -> None:
+    """The card also names a missing chat template."""
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", VOCAB)
+    folder = export(small(name), tmp_path / "model", tokenizer=tokenizer)
+    assert "no chat template" in card(folder)[1]
+    (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with_template = export(small(name), tmp_path / "chat", tokenizer=tokenizer)
+    assert "no chat template" not in card(with_template)[1]
+    server = ModelManager(device="cpu", trust_remote_code=name == "fem_softmax")
+    if changed := re.search(r'`"architectures": (\["\w+"\])`', card(folder)[1]):
+        with pytest.raises(AttributeError):
+            server.load_model_and_processor(f"{folder}@main")
+        config = json_object(folder / "config.json")
+        config["architectures"] = json.loads(changed[1])
+        (folder / "config.json").write_text(json.dumps(config))
+    model, _ = server.load_model_and_processor(f"{folder}@main")
+    assert type(model).__name__ == {"fem_softmax": "FemLMForCausalLM"}.get(name, "LlamaForCausalLM")
 
 
 @pytest.mark.parametrize(
