@@ -80,13 +80,14 @@ def _report_errors(options: argparse.Namespace) -> int:
     try:
         return _run(options, int(launched) if launched else None)
     except CommandError as error:
+        silent = isinstance(error, UserError) and not speaks
+        if silent and TORCHRUN in os.environ:
+            # torchrun prints seven lines for each rank that failed, so only rank 0 fails.
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+            time.sleep(RANK_0_SECONDS)
         _report_to_torchrun(str(error))
         # Every rank reports faults, because a fault may occur on a single rank.
-        if isinstance(error, UserError) and not speaks:
-            if TORCHRUN in os.environ:
-                # torchrun prints seven lines for each rank that failed, so only rank 0 fails.
-                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-                time.sleep(RANK_0_SECONDS)
+        if silent:
             return error.code
         raise
     except OSError as error:
