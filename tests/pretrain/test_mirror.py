@@ -258,6 +258,7 @@ def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, stor
     assert content(tmp_path / "new/checkpoints" / good.name) == content(good)
     assert main(["mirror", str(tmp_path / "one"), "s3://id:password@bucket/x"]) == 2
     assert main(["mirror", str(tmp_path / "none"), str(tmp_path / "m")]) == 2
+    assert main(["fetch", str(tmp_path / "none"), str(tmp_path / "nowhere")]) == 2
     before = content(step)
     # The command would overwrite its own input.
     for place in (tmp_path / "one/checkpoints", tmp_path):

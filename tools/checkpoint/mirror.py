@@ -245,7 +245,8 @@ def fetch(
     directory; a checkpoint that may belong to another run remains in the folder FETCHED.
 
     Raises:
-        ConfigError: the URL is invalid, or the mirror belongs to another run.
+        ConfigError: the URL is invalid, or the mirror belongs to another run; without ``aside``,
+        neither the mirror nor the run directory has a checkpoint.
         StorageError: the run directory has no valid checkpoint, and the mirror cannot be read or
         contains only damaged ones.
     """
@@ -275,6 +276,8 @@ def fetch(
             " start from step 0 over them; if the store had a temporary fault, repeat the same"
             " command later; to start from step 0, name another mirror"
         )
+    if not (failed or aside or here or folder.is_dir()):
+        raise ConfigError(f"{url} contains no checkpoint: nothing was fetched; check the address")
     if failed:
         print(
             f"{url} cannot be read ({state.fault}): it may contain a newer checkpoint than"
