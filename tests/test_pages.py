@@ -29,6 +29,7 @@ NOT_RUN = {
     r"launch logs ": "needs a submitted run",
     r"evaluate runs/fem_sm_1\.3b_100bt": "needs a trained model of 1.3B parameters",
     r"evaluate --download": "needs the internet",
+    r"^transformers ": "needs packages that a user installs for it; a server, and a conversation",
     r"evaluate\.report ": "needs the results of two machines",
     r"scaling (run|collect) configs/studies": "trains for up to two hours",
     r"coord-check .*--random|kernel_gate --warm": "takes ten minutes",
