@@ -36,6 +36,7 @@ NOT_RUN = {
     r"tools\.bench\.data_prep": "its targets need an idle machine; the third needs the user's text",
 }
 SHORT = "train.steps=20"
+NEEDS_DEMO = re.compile(r"runs/demo|configs/run/(demo|scaling_cpu)|configs/studies/\w*cpu")
 
 
 def reason(command: str) -> str | None:
@@ -101,14 +102,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page_run_in_order(page: str, demo: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_run_in_order(
+    page: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     root = clone(tmp_path / "clone")
-    shutil.copytree(demo, root / "runs" / "demo", symlinks=True)
+    commands = commands_of((root / page).read_text(encoding="utf-8"))
+    if NEEDS_DEMO.search("\n".join(commands)):
+        demo = request.getfixturevalue("demo")
+        shutil.copytree(demo, root / "runs" / "demo", symlinks=True)
     notes = root / "data" / "notes"  # the text of a reader of data_prep/README.md
     notes.mkdir(parents=True)
     for number, text in enumerate(texts(".md").values()):
         (notes / f"{number}.txt").write_text(text, encoding="utf-8")
-    for command in commands_of((root / page).read_text(encoding="utf-8")):
+    for command in commands:
         if reason(without_comment(command)) is None:
             done = typed(command, root)
             assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"

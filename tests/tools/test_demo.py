@@ -296,7 +296,7 @@ def test_the_published_demo_is_make_demo(monkeypatch: pytest.MonkeyPatch) -> Non
     usual, published, evaluation = ran
     assert usual == published
     page = (ROOT / "docs" / "evaluation.md").read_text()
-    documented = page.partition("```sh\npython ")[2].partition("\n")[0]
+    documented = page.partition("```sh\npython ")[2].partition("\n")[0].partition("  #")[0]
     assert shlex.join(evaluation[1:]) == f"{documented} --out runs/demo/evaluation"
 
 
