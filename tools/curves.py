@@ -34,6 +34,7 @@ resumes, forks, stages and spikes are marked. A run in progress is drawn up to i
 POINTS = 1000  # most points of a curve; a longer run is drawn by means over equal ranges of steps
 SMOOTHING = 1 / 40  # standard deviation of the smoothing, as a share of the curve
 ACTIVE = ("starting", "running")
+KEPT = "the picture shows the last steps that were read"
 QUANTITIES = {
     "grad_norm": "gradient norm",
     "lr": "learning rate",
@@ -154,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--out {given.out}: the picture is a PNG, so its name must end in .png")
     if given.follow is not None and not given.follow > 0:
         parser.error(f"--follow {given.follow:g}: give a number of seconds above 0")
-    return run("tools.curves", lambda: _draw(given.runs, given.out, given.follow), kept="")
+    return run("tools.curves", lambda: _draw(given.runs, given.out, given.follow), kept=KEPT)
 
 
 def _draw(runs: list[Path], out: Path | None, follow: float | None) -> None:
