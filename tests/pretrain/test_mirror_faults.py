@@ -150,10 +150,14 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
                 nap=0.0,
             )
             time.sleep(dice.random() / 20)
-            for child in psutil.Process(ranks[0].pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):  # the process may just have ended
-                    child.kill()
-            ranks[0].kill()
+            # Stop all of them first: a process would report that another one has ended before it.
+            rank = psutil.Process(ranks[0].pid)
+            rank.suspend()
+            family = [rank, *rank.children(recursive=True)]
+            for act in (psutil.Process.suspend, psutil.Process.kill):
+                for process in family:
+                    with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
+                        act(process)
             ranks[0].join()
         output = (tmp_path / f"said{number}.0").read_text()
         assert (
