@@ -101,7 +101,9 @@ def named_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+        if error.errno is not None:  # otherwise the name would replace the text
+            error.filename = error.filename or str(path)
+        raise
 
 
 def write_synced(path: Path, content: bytes) -> None:

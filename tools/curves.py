@@ -47,7 +47,7 @@ class Curves:
     """The history of one run, and the events that the picture marks.
 
     name: shown in the legend.
-    boundaries: first step of each stage after the first one -> name of the stage.
+    boundaries: last step before each stage after the first one -> name of the stage.
     fork: the step at which the run forked from another run, and that run's name; or None.
     state: the state in progress.json; None if it is missing.
     """
@@ -64,7 +64,7 @@ class Curves:
         boundaries = {}
         if (folder / "config.yaml").is_file():
             parts = parts_of(load_run(folder / "config.yaml", ()))
-            boundaries = {part.begin_step + 1: part.name for part in parts if part.begin_step}
+            boundaries = {part.begin_step: part.name for part in parts if part.begin_step}
         forked = read_fork(folder)
         progress = read_progress(folder)
         return cls(
@@ -100,16 +100,19 @@ class Curves:
         means = [np.add.reduceat(each, begins) / counts for each in (places, self.column(key))]
         return means[0], means[1]
 
-    def spikes(self) -> list[int]:
-        """Return the steps whose update was skipped, and those after which training rewound."""
-        skipped = [entry["step"] for entry in self.history.steps if entry.get("skipped")]
+    def rewinds(self) -> list[tuple[int, int]]:
+        """Return the entries of `History.returns` that passed over samples, after a spike."""
         passed_over = {entry["step"]: entry.get("passed_over", 0) for entry in self.history.steps}
-        rewound = [
-            step
+        return [
+            (step, earlier)
             for step, earlier in self.history.returns
             if passed_over.get(earlier + 1, 0) > passed_over.get(earlier, 0)
         ]
-        return sorted({*skipped, *rewound})
+
+    def spikes(self) -> list[int]:
+        """Return the steps whose update was skipped, and those after which training rewound."""
+        skipped = [entry["step"] for entry in self.history.steps if entry.get("skipped")]
+        return sorted({*skipped, *(step for step, _ in self.rewinds())})
 
     def summary(self) -> str:
         """Return the run's name, its last step and losses, and its state."""
@@ -121,9 +124,10 @@ class Curves:
 
     def events(self) -> list[tuple[int, str]]:
         """Return (step, label) of stops, resumes, forks and stages, in the order of the steps."""
-        spikes = self.spikes()
-        lost = {earlier: last for last, earlier in self.history.returns if last not in spikes}
-        found = [(step - 1, f"stage {name}") for step, name in self.boundaries.items()]
+        rewinds = self.rewinds()
+        killed = [each for each in self.history.returns if each not in rewinds]
+        lost = {earlier: last for last, earlier in killed}
+        found = [(step, f"stage {name}") for step, name in self.boundaries.items()]
         for step in dict.fromkeys([*lost, *self.history.resumes]):
             stopped = f"stopped at {lost[step]:,}, " if step in lost else "stopped and "
             found.append((step, f"{stopped}resumed at {step:,}"))

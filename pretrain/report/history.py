@@ -1,4 +1,4 @@
-"""Read the history of a run from its run directory: steps, validations, attempts and messages."""
+"""Read the history of a run from its run directory: steps, validations and attempts."""
 
 from __future__ import annotations
 

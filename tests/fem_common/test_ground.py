@@ -23,6 +23,7 @@ from fem_common.exits import Exit
 from fem_common.files import (
     append_json_line,
     locked,
+    named_errors,
     read_lines,
     remove_leftovers,
     temporary,
@@ -50,6 +51,16 @@ def test_a_file_is_there_whole_or_not_at_all(
     ours.write_text("being written")
     remove_leftovers(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([path, ours])
+
+
+def test_an_error_gets_the_files_name_and_keeps_its_text(tmp_path: Path) -> None:
+    for error, message in (
+        (OSError(errno.EFBIG, "too large"), f"too large: '{tmp_path}'"),
+        (OSError(errno.EFBIG, "too large", "other"), "too large: 'other'"),
+        (OSError("no number"), "^no number$"),
+    ):
+        with pytest.raises(OSError, match=message), named_errors(tmp_path):
+            raise error
 
 
 def test_half_a_line_does_not_swallow_the_next_record(tmp_path: Path) -> None:

@@ -383,7 +383,7 @@ def test_what_the_kernels_log_is_reported_during_a_run_alone(
 
 
 def test_a_terminal_has_a_live_line_that_other_lines_do_not_break(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first step, those at the interval and the last one are printed; every step is shown in
     the live line, which is removed before a line is printed.

@@ -50,15 +50,17 @@ def progress(folder: Path, state: str) -> None:
 @pytest.fixture
 def eventful(tmp_path: Path) -> Path:
     """A fork at step 5 that is killed after 20, resumed at 15, stopped and resumed at 30, rewinds
-    from a spike at 38 to 35 and skips step 40.
+    from a spike at 38 to 35, skips step 40, and is killed after it skipped step 60.
     """
     run = tmp_path / "eventful"
     metrics = [step(number) for number in (*range(6, 21), *range(16, 38))]
     metrics += [step(38, loss=50.0), *(step(number, 12) for number in range(36, 40))]
     metrics += [step(40, 12, skipped=True, loss=None), *(step(n, 12) for n in range(41, 61))]
+    metrics[-1]["skipped"] = True
+    metrics += [*(step(n, 12) for n in range(51, 61))]
     metrics += [{"step": 30, "valid_loss": 3.4}, {"message": "text"}]
     lines(run / "metrics.jsonl", metrics)
-    lines(run / "attempts.jsonl", [{"step": 5}, {"step": 15}, {"step": 30}])
+    lines(run / "attempts.jsonl", [{"step": 5}, {"step": 15}, {"step": 30}, {"step": 50}])
     fork: dict[str, Any] = {"parent": "/runs/first", "checkpoint": "/runs/first/step_00000005"}
     fork |= {"step": 5, "order_begin": 0, "manifest_sha256": "0"}
     (run / "fork.json").write_text(json.dumps(fork))
@@ -71,6 +73,7 @@ def test_stops_resumes_forks_stages_and_spikes_are_found(eventful: Path) -> None
         (5, "fork of first"),
         (15, "stopped at 20, resumed at 15"),
         (30, "stopped and resumed at 30"),
+        (50, "stopped at 60, resumed at 50"),
     ]
     assert one.spikes() == [38, 40]
     (eventful / "config.yaml").write_text(
