@@ -258,6 +258,9 @@ except SystemExit as end:
         "tools.diagnose gone",
         "tools.diagnose checkpoint --data gone",
         "tools.tokens gone --step 1",
+        "kernels gone",
+        "tools.bench.traffic --model gone",
+        "tools.bench.traffic --model transformer_1.3b --against gone",
     ],
 )
 def test_a_wrong_path_is_reported_before_torch_is_imported(tmp_path: Path, command: str) -> None:
@@ -274,6 +277,14 @@ def test_a_wrong_path_is_reported_before_torch_is_imported(tmp_path: Path, comma
     assert done.stdout == f"{Exit.WRONG_INPUT:d}\n", done
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(command.split()[0])
     assert "gone" not in command or "gone" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["kernels", "tools.bench.mixers", "tools.bench.traffic"])
+def test_help_is_printed_before_torch_is_imported(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HEAVY, command, "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("usage: ") and done.stdout.endswith("\n0\n"), done
 
 
 def write_checkpoint(step: Path) -> None:

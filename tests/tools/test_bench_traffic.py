@@ -25,6 +25,7 @@ from kernels.conditioner_features import conditioner_features
 from kernels.implementations import Op
 from tests.test_house import ROOT
 from tools.bench.traffic import __main__ as command
+from tools.bench.traffic import tables
 from tools.bench.traffic.paper import ROOFS, layer_trace, step_of
 
 TOKENS, WIDTH = 256, 64
@@ -210,6 +211,6 @@ def test_a_mistake_is_one_line(words: list[str], capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_the_page_is_what_is_counted_now() -> None:
-    assert command.PAGE.read_text(encoding="utf-8") == command.page(), (
+    assert command.PAGE.read_text(encoding="utf-8") == tables.page(), (
         "python -m tools.bench.traffic --write"
     )

@@ -1,4 +1,7 @@
-"""Code that all benchmarks share: timing of a call, description of the machine, tables and JSON."""
+"""Code that all benchmarks share: timing of a call, description of the machine, tables and JSON.
+
+Importing this module does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fem_common.cli import Parser
 from fem_common.errors import ConfigError
 from fem_common.files import write_atomically
 from fem_common.text import did_you_mean
-from fem_megatron.megatron import platform
-from fem_megatron.megatron.platform import Moment, synchronize
 
 # Packages besides torch that benchmarks use if they are installed.
 PACKAGES = (
@@ -62,6 +61,10 @@ def facts() -> dict[str, Any]:
 
     `sentence` writes the result as text.
     """
+    import torch
+
+    from fem_megatron.megatron import platform
+
     found = {}
     for name in PACKAGES:
         try:
@@ -180,6 +183,8 @@ def measure(call: Callable[[int], object], budget: float, most: int = 100) -> Ti
     On a GPU each call is timed by two events on the device, and all calls of a pass are enqueued
     without waiting.
     """
+    from fem_megatron.megatron.platform import Moment, synchronize
+
     call(0)
     synchronize()
     began = Moment()
