@@ -7,6 +7,7 @@ both.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -141,7 +142,7 @@ class ModelConfig:
 
         This is hidden_size, or twice hidden_size if any layer uses a velocity.
         """
-        return max(part.stream for block in self._blocks for part in block.parts.values())
+        return max(part.stream for block, _ in self.kinds for part in block.parts.values())
 
     def padded_vocab_size(self) -> int:
         """Return the rows of the embedding table.
@@ -161,10 +162,19 @@ class ModelConfig:
     @cached_property
     def kinds(self) -> tuple[tuple[BlockShape, int], ...]:
         """The distinct layer shapes, each with the number of layers that have it."""
-        every = self.blocks()
-        return tuple(
-            (shape, every.count(shape)) for n, shape in enumerate(every) if shape not in every[:n]
-        )
+        return tuple(Counter(self._blocks).items())
+
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """The index into `kinds` of every layer."""
+        index = {shape: number for number, (shape, _) in enumerate(self.kinds)}
+        return tuple(index[shape] for shape in self._blocks)
+
+    @cached_property
+    def mixers(self) -> tuple[tuple[str, BlockShape, int], ...]:
+        """The distinct pairs of mixer and layer shape, each with its number of layers."""
+        counts = Counter(zip(catalogue.mixer_names(self), self._blocks, strict=True))
+        return tuple((name, shape, count) for (name, shape), count in counts.items())
 
     @cached_property
     def _blocks(self) -> tuple[BlockShape, ...]:

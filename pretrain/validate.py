@@ -287,7 +287,7 @@ def _tensor_parallel_fault(config: RunConfig, size: int) -> str | None:
     """Return an error text for the first width that ``size`` TP ranks do not divide, or None."""
     model = config.model
     widths = {"model.num_attention_heads": model.num_attention_heads}
-    for block in model.blocks():
+    for block, _ in model.kinds:
         for name, width in block.split_widths().items():
             if width % size or name not in widths:
                 widths[name] = width

@@ -50,9 +50,9 @@ def exchanged_bytes(placement: Placement, *, overlapped: bool = False) -> float:
     count = Crossing.overlapped if overlapped else Crossing.sent
     training, again = placement.training, config.train.recompute == "full"
     layers = 0.0
-    for name, block in zip(mixer_names(config.model), config.model.blocks(), strict=True):
+    for name, block, number in config.model.mixers:
         crossing = block.mixer.exchanged_bytes(training, kinds[name])
-        layers += block.recurrence * count(crossing, training, again=again)
+        layers += number * block.recurrence * count(crossing, training, again=again)
     return layers * placement.micro_batches / config.parallel.pipeline_model_parallel_size
 
 

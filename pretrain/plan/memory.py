@@ -65,7 +65,7 @@ Effects of the training options:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fem_common.costs import Memory
@@ -101,16 +101,30 @@ class StageMemory(Memory):
         return super().total - self.not_at_peak
 
 
-def stage_memory(
-    placement: Placement, stage: int, parameters: int, muon_parameters: int = 0
-) -> StageMemory:
-    """Return the memory of one rank of a pipeline stage.
+def stages_memory(
+    placement: Placement, counts: Iterable[tuple[int, int]]
+) -> tuple[StageMemory, ...]:
+    """Return the memory of one rank of each pipeline stage.
 
+    counts: for each stage, the numbers of parameters of the rank and of those that Muon updates.
+    """
+    if placement.config.engine.name == "deepspeed":
+        return tuple(_zero_stage_memory(placement, *numbers) for numbers in counts)
+    layer = _layer_workspace(placement)
+    return tuple(
+        _stage_memory(placement, stage, layer, *numbers) for stage, numbers in enumerate(counts)
+    )
+
+
+def _stage_memory(
+    placement: Placement, stage: int, layer: float, parameters: int, muon_parameters: int
+) -> StageMemory:
+    """Return the memory of one rank of a pipeline stage under Megatron.
+
+    layer: see `_backward_workspace`.
     parameters, muon_parameters: numbers of parameters of the rank, and of those that Muon updates.
     """
     config = placement.config
-    if config.engine.name == "deepspeed":
-        return _zero_stage_memory(placement, parameters, muon_parameters)
     sharded = placement.optimizer_part(parameters)
     single = placement.optimizer_part(muon_parameters)
     activations = stage_activations(placement, stage)
@@ -126,7 +140,7 @@ def stage_memory(
         gradients=parameters * WIDE,
         optimizer=sharded * (12 if placement.element < WIDE else 8) - WIDE * single,
         activations=activations,
-        workspace=max(backward_workspace(placement, stage), step - activations) + graphs,
+        workspace=max(_backward_workspace(placement, stage, layer), step - activations) + graphs,
         stage=stage,
         parameters=parameters,
         muon_parameters=muon_parameters,
@@ -150,7 +164,7 @@ def _zero_stage_memory(placement: Placement, parameters: int, muon_parameters: i
     else:
         kept = replace(kept, reduction=kept.reduction + copy)
     activations = stage_activations(placement, 0)
-    backward = backward_workspace(placement, 0)
+    backward = _backward_workspace(placement, 0, _layer_workspace(placement))
     needed = StageMemory(
         weights=kept.weights,
         gradients=kept.gradients,
@@ -301,8 +315,10 @@ def additional_lines(
         )
 
 
-def backward_workspace(placement: Placement, stage: int) -> int:
+def _backward_workspace(placement: Placement, stage: int, layer: float) -> int:
     """Return the bytes of short-lived tensors at the peak of the backward pass.
+
+    layer: the result of `_layer_workspace`, which is the same for every stage.
 
     On the last stage, the peak is the backward pass of the loss or, after the tensors of the loss
     have been freed, that of a layer. On other stages it is that of a layer.
@@ -316,7 +332,6 @@ def backward_workspace(placement: Placement, stage: int) -> int:
     memory of its mixer (``Shape.workspace_bytes``). Recompute adds the activations of the layer
     that are computed again. On a CPU, bf16 adds the size of all its activations.
     """
-    layer = _layer_workspace(placement)
     if stage < placement.config.parallel.pipeline_model_parallel_size - 1:
         return int(layer)
     head = sum(head_activations(placement).values()) * placement.micro_batch_tokens

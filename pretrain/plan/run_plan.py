@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from fem_common.costs import CONTENTS
@@ -28,7 +29,7 @@ from pretrain.plan.memory import (
     StageMemory,
     additional_lines,
     is_estimated,
-    stage_memory,
+    stages_memory,
     zero_variants,
 )
 from pretrain.plan.placement import Placement, blocks_by_mixer
@@ -96,7 +97,6 @@ def stage_parameters(config: RunConfig, *, muon: bool = False) -> list[int]:
     """
     layout, model = config.parallel, config.model
     stages = layout.pipeline_model_parallel_size
-    counts = [0] * stages
 
     def own(weight: Weight) -> int:
         if muon and not (weight.orthogonal and config.optimizer.name == "muon"):
@@ -104,8 +104,10 @@ def stage_parameters(config: RunConfig, *, muon: bool = False) -> list[int]:
         return weight.size // (1 if weight.split is None else layout.tensor_model_parallel_size)
 
     # Interleaving assigns the layers in another order, but the same number to each stage.
-    for layer, block in enumerate(model.blocks()):
-        counts[layer * stages // model.num_layers] += sum(map(own, block.weights().values()))
+    sizes = [sum(map(own, block.weights().values())) for block, _ in model.kinds]
+    bounds = [-(-stage * model.num_layers // stages) for stage in range(stages + 1)]
+    parts = [model.layer_kinds[first:end] for first, end in pairwise(bounds)]
+    counts = [sum(size * part.count(n) for n, size in enumerate(sizes)) for part in parts]
     for name, weight in outer_weights(model).items():
         ends = {0, stages - 1} if model.tie_embeddings else {0}
         for stage in ends if component(name) == "embedding" else {stages - 1}:
@@ -149,7 +151,7 @@ def decoding_state_bytes(model: ModelConfig, length: int, element: int) -> int:
 
     element: bytes of an activation.
     """
-    return sum(block.state_bytes(length, element) for block in model.blocks())
+    return sum(count * block.state_bytes(length, element) for block, count in model.kinds)
 
 
 def flops_per_token(config: RunConfig) -> float:
@@ -301,9 +303,7 @@ def make_plan(
         train_flops=train,
         hardware_flops=train + sum(recomputed_flops(config, forward).values()),
         part_lengths=part_lengths,
-        memory=tuple(
-            stage_memory(placement, stage, *parameters) for stage, parameters in enumerate(counts)
-        ),
+        memory=stages_memory(placement, counts),
         train_data_tokens=facts.tokens["train"] if facts else None,
     )
 

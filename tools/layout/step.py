@@ -186,9 +186,9 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     split = 2 / (3 * tensor) + 1 / (3 * plan.training.sequence_split)
     repeated = 1 + _again(plan, machine) / 3
     traffic = 0.0
-    for name in mixer_names(model):
+    for name, _, count in model.mixers:
         size = machine.traffic[name][0] * model.recurrence * 1024 * model.hidden_size / 2048
-        traffic += size * split * repeated
+        traffic += count * size * split * repeated
     logits = 5 * 4 * model.padded_vocab_size() / tensor
     return {
         "products": (
@@ -204,7 +204,7 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
 def _launches(plan: Plan, machine: Machine) -> float:
     """Return the number of kernels that a rank launches for a micro-batch."""
     model = plan.config.model
-    kernels = sum(machine.traffic[name][1] for name in mixer_names(model)) * model.recurrence
+    kernels = sum(n * machine.traffic[name][1] for name, _, n in model.mixers) * model.recurrence
     return kernels * (1 + 0.4 * _again(plan, machine)) / _stages(plan)
 
 
