@@ -15,10 +15,11 @@ import torch
 
 from kernels.implementations import operations
 from pretrain.config import load_run
+from tests.ranks import answer
 from tests.test_house import ROOT
 from tests.tools.test_bench_engines import TINY
 from tests.wording import Wording
-from tools.bench import cpu_suite, mixers
+from tools.bench import cpu_suite, engine_steps, mixers
 from tools.bench.engines import __main__ as engines
 from tools.bench.gpu_suite import __main__ as suite
 from tools.bench.runner import Timing, measure, write_json
@@ -253,6 +254,27 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
             assert each["loss"] == pytest.approx(base["loss"], rel=1e-6)
     else:
         assert list(rows) == ["transformer", "fem_aft"]
+
+
+def tiny_steps() -> list[dict[str, Any]]:
+    return engine_steps.compare({"tiny": [*engine_steps.DEMO, *TINY]}, rounds=2)
+
+
+def test_training_steps_of_equal_models_are_compared(tmp_path: Path) -> None:
+    rows = {
+        row["what"].removeprefix("step: "): row
+        for row in answer(1, tiny_steps, output=tmp_path / "out")
+    }
+    assert list(rows) == [engine_steps.FEM, engine_steps.TRANSFORMER, engine_steps.LLAMA]
+    fem, base, llama = rows.values()
+    assert llama["parameters"] == base["parameters"] != fem["parameters"]
+    assert base["÷ Transformer"]["least"] == base["÷ Transformer"]["most"] == 1.0
+    assert fem["aten calls"] > base["aten calls"] > 100
+    for row in rows.values():
+        least, other = row["seconds"]["least"], base["seconds"]["least"]
+        assert row["least ÷ least"] == least / other > 0
+        assert row["seconds"]["rounds"] == 2
+        assert f"{1e3 * least:.1f}" in engine_steps.render([row])
 
 
 MISTAKES = {

@@ -23,7 +23,7 @@ import torch
 
 from fem_common.cli import run
 from fem_common.errors import UserError, convert_os_errors
-from tools.bench import runner
+from tools.bench import engine_steps, runner
 from tools.bench.speed import Speed, implementations, time_baseline, time_workload
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, Scale, train_step
 from tools.bench.workloads import WORKLOADS
@@ -228,7 +228,14 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="one short length, tiny models: under two minutes on two cores",
     )
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--steps",
+        action="store_true",
+        help="only complete training steps: the engine's FEM-SM and Transformer, and Hugging "
+        "Face's Llama",
+    )
+    which.add_argument(
         "--only",
         nargs="+",
         metavar="NAME",
@@ -256,9 +263,16 @@ def measure(options: argparse.Namespace) -> int:
     def tell(text: str) -> None:
         print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
-    rows, gaps = measure_all(QUICK if options.quick else FULL, options.only, tell)
+    gaps: list[str] = []
+    if options.steps:
+        sizes = dict(list(engine_steps.SIZES.items())[: 1 if options.quick else None])
+        rows = engine_steps.compare(sizes, 3 if options.quick else engine_steps.ROUNDS)
+        text = engine_steps.render(rows)
+    else:
+        rows, gaps = measure_all(QUICK if options.quick else FULL, options.only, tell)
+        text = render(rows)
     machine = runner.facts()
-    print(f"{runner.sentence(machine)}; float32\n\n{render(rows)}")
+    print(f"{runner.sentence(machine)}; float32\n\n{text}")
     for gap in gaps:
         print(f"not timed: {gap}")
     runner.write_json(
