@@ -399,13 +399,14 @@ def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Param
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
             share = bucket.grad_data.numel() // replicas
-            for rank in range(replicas):
-                first = bucket.offset + rank * share
-                for parameter in bucket.params_list:
-                    begin, end, _ = buffer.param_index_map[parameter]
-                    low, high = max(begin, first), min(end, first + share)
-                    if low < high:
-                        yield rank, parameter, low - begin, high - low
+            for parameter in bucket.params_list:
+                begin, end, _ = buffer.param_index_map[parameter]
+                # The ranks whose shares contain the first and the last element.
+                first, last = ((n - bucket.offset) // share for n in (begin, end - 1))
+                for rank in range(first, last + 1):
+                    low = max(begin, bucket.offset + rank * share)
+                    high = min(end, bucket.offset + (rank + 1) * share)
+                    yield rank, parameter, low - begin, high - low
 
 
 class _SplitState:

@@ -5,6 +5,8 @@ checkpoints, muP.
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -274,6 +276,38 @@ def test_under_mup_an_update_s_norm_follows_the_root_of_out_over_in(
     assert update_scale(ModelConfig(hidden_size=128), weight, rows) == pytest.approx(
         0.2 * max(rows, weight.shape[1]) ** 0.5
     )
+
+
+def test_every_element_of_a_bucket_has_the_rank_of_its_share() -> None:
+    """Buckets of random parameters with gaps between them, as the distributed optimizer pads."""
+    from pretrain.engines.megatron import _shares
+
+    ranks, random = 5, Random(0)
+    buckets, index, offset = [], {}, 0
+    for _ in range(3):
+        parameters, place = [torch.nn.Parameter(torch.empty(())) for _ in range(6)], offset
+        for parameter in parameters:
+            begin = place + random.randrange(4)
+            place = begin + random.randrange(1, 40)
+            index[parameter] = (begin, place, None)
+        length = -(-(place - offset) // ranks) * ranks
+        buckets.append(
+            SimpleNamespace(offset=offset, grad_data=torch.empty(length), params_list=parameters)
+        )
+        offset += length
+    buffer = SimpleNamespace(buckets=buckets, param_index_map=index)
+    found = {
+        (parameter, element): rank
+        for rank, parameter, start, numel in _shares(SimpleNamespace(buffers=[buffer]), ranks)
+        for element in range(start, start + numel)
+    }
+    assert found == {
+        (parameter, at - begin): (at - bucket.offset) * ranks // len(bucket.grad_data)
+        for bucket in buckets
+        for parameter in bucket.params_list
+        for begin, end, _ in [index[parameter]]
+        for at in range(begin, end)
+    }
 
 
 def test_the_iteration_s_flops_are_those_that_torch_counts() -> None:
