@@ -567,19 +567,50 @@ def _install_cpu_shim() -> None:
     # fp32 tensor in which few rows contribute most of the norm (an embedding's gradient). The
     # gradient norm, and therefore the clipping, would depend on how the tensor is split.
     core["optimizer.clip_grads"].l2_norm_impl = _l2_norm  # type: ignore[attr-defined]
+    core["optimizer.clip_grads"].multi_tensor_scale_impl = _scale  # type: ignore[attr-defined]
+    buffers = core["distributed.param_and_grad_buffer"]
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(buffers, name, _not_alone(getattr(buffers, name)))
+
+
+def _not_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective of a bucket's buffer, without its call in a group of one rank.
+
+    The rank's share is a view of the entire buffer (param_and_grad_buffer.py:56, 0.16.1), so that
+    nothing would change, but gloo copies the buffer twice. The handle of an asynchronous call is
+    awaited later, so that call stays.
+    """
+
+    def call(output: torch.Tensor, given: torch.Tensor, **settings: Any) -> Any:
+        alone = settings["group"].size() == 1 and output.data_ptr() == given.data_ptr()
+        if alone and not settings["async_op"]:
+            return None
+        return collective(output, given, **settings)
+
+    return call
 
 
 def _keep_norm_on_device() -> None:
-    """Replace upstream's gradient norm by one that keeps all numbers on the device.
+    """Replace upstream's norm and scaling of gradients where neither is a fused kernel.
 
     Without Transformer Engine and apex, upstream's norm copies a number per tensor to the host
-    (utils.py:1205-1207, 0.16.1).
+    (utils.py:1205-1207, 0.16.1), and its scaling makes and copies a temporary per tensor
+    (utils.py:1217).
     """
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _l2_norm
+    if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = _scale
+
+
+def _scale(
+    _chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]], scale: float
+) -> None:
+    """Multiply the tensors of the first list, which is also the second, in place."""
+    torch._foreach_mul_(tensor_lists[0], scale)
 
 
 def _l2_norm(

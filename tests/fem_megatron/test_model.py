@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +196,30 @@ def test_what_is_computed_again_or_offloaded_has_the_same_gradients_to_the_bit(
     for _, ours, again in found[1:]:
         assert torch.equal(wanted, ours)
         assert all(torch.equal(gradient, again[name]) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_of_one_rank_copies_no_buffer(ranks: int) -> None:
+    """An asynchronous call has a handle that is awaited, so it is made for one rank too."""
+    from fem_megatron.megatron.platform import _not_alone
+
+    calls: list[bool] = []
+    buffer, group = torch.zeros(4), SimpleNamespace(size=lambda: ranks)
+    collective = _not_alone(lambda *_, async_op, **__: calls.append(async_op))
+    for async_op in (False, True):
+        collective(buffer[: 4 // ranks], buffer, group=group, async_op=async_op)
+    assert calls == ([True] if ranks == 1 else [False, True])
+
+
+def test_clipping_scales_in_place_as_upstream_does() -> None:
+    from megatron.core.utils import local_multi_tensor_scale
+
+    from fem_megatron.megatron.platform import _scale
+
+    ours, theirs = ([torch.arange(1.0, 9.0) / 7, torch.ones(3)] for _ in range(2))
+    _scale(0, None, [ours, ours], 0.3)
+    local_multi_tensor_scale(0, None, [theirs, theirs], 0.3)
+    assert all(map(torch.equal, ours, theirs))
 
 
 def test_norm_of_many_parts_is_exact() -> None:
