@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,21 @@ def test_the_fem_block_stays_fused() -> None:
     assert 0.05 < own / theirs.traffic(POINTWISE) < 0.2
     assert (ours.traffic() - own) / theirs.traffic() <= MOST
     assert (ours.traffic(POINTWISE) - own) / theirs.traffic(POINTWISE) <= 1.18
+
+
+STEPS = {"hyperset": 1.09}
+"""Mixer -> limit of its modelled step on an H100, relative to the Transformer's."""
+
+
+@cache
+def seconds(name: str) -> float:
+    """Return the modelled time of a step at the 1.3B widths."""
+    return step_of(name, replace(LARGE, mixer=name), 4096, 2).time(ROOFS[0]).total
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_takes_at_most(name: str) -> None:
+    assert seconds(name) / seconds("transformer") <= STEPS[name]
 
 
 def test_a_step_is_its_parts_and_more_on_a_slower_memory() -> None:

@@ -143,20 +143,21 @@ class HyperSet(Update):
 
         The mean square covers all M.
         """
-        u = self._project(x, "directions", context)
+        u, weight = self._project(x, "directions", context), self.directions_norm()
+        if self.parallel.size == 1:
+            return rms_norm(u, weight, self.shape.norm_eps)
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
         mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / self.shape.inner
-        return (wide * torch.rsqrt(mean + self.shape.norm_eps)).to(
-            u.dtype
-        ) * self.directions_norm().to(u.dtype)
+        unit = wide * torch.rsqrt(mean + self.shape.norm_eps)
+        return unit.to(u.dtype) * weight.to(u.dtype)
 
     def feed_forward_descent(self, u: Tensor, context: Context) -> Tensor:
         """Return this rank's summand of -D dE/du, [s, b, D], for u [s, b, M / size] (table 19)."""
         kind = self.shape.switches.feed_forward
+        if kind == "relu":  # exact in every type
+            return self._project_back(u.relu(), "directions", context)
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
-        if kind == "relu":
-            pull = wide.relu()
-        elif kind == "softmax":
+        if kind == "softmax":
             pull = (wide - self._log_sum_exp(wide)).exp()
         else:
             phi = wide.sigmoid()
