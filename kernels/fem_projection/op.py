@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, rms_norm, softplus
 
-from kernels.arguments import check_first, check_others, operation
+from kernels.arguments import check_first, check_others, operation, without_autocast
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton, uneven
 from kernels.registered import opaque, registered
 from kernels.rotary import turned
@@ -181,24 +182,92 @@ def projection(
     widths: Mapping[str, int],
     eps: float,
 ) -> dict[str, Tensor]:
-    """Return the slices by the definition, with PyTorch's gradients.
+    """Return the slices by the definition.
 
     The arguments are those of `fem_projection`, which has checked them.
     """
+    phi = None
     if conditioners:
-        z = z * (
-            1 + reduce(torch.add, (linear(features, weight) for features, weight in conditioners))
-        )
-    parts = split_heads(z, widths)
+        phi = reduce(torch.add, (linear(features, weight) for features, weight in conditioners))
+    if torch.compiler.is_compiling():  # the compiler fuses the operations itself
+        parts = split_heads(z if phi is None else z + z * phi, widths)
+        if turn is not None:
+            parts |= {
+                name: turned(parts[name].to(turn[0].dtype), *turn).to(z.dtype)
+                for name in ("q", "k")
+            }
+    else:
+        slices = _Slices.apply(z, phi, *(turn or (None, None)), tuple(widths.values()))
+        parts = dict(zip(widths, slices, strict=True))
     if "lam" in parts:
         parts["lam"] = torch.sigmoid(parts["lam"])
     if "gate" in parts:
         parts["gate"] = outer_gate(parts["gate"], eps)
-    if turn is not None:
-        parts |= {
-            name: turned(parts[name].to(turn[0].dtype), *turn).to(z.dtype) for name in ("q", "k")
-        }
     return parts
+
+
+class _Slices(torch.autograd.Function):
+    """Slices of x = z (1 + phi) [s, b, heads, width] with the first two, q and k, rotated by (cos,
+    sin) unless these are None.
+
+    The backward writes the gradients of all slices into one buffer. Slices are contiguous: on a CPU
+    torch computes exp and log of shorter runs of numbers than 64 one by one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        phi: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        sizes: tuple[int, ...],
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(() if phi is None else (z, phi)), cos, sin)
+        ctx.sizes, ctx.shape = sizes, z.shape
+        x = z if phi is None else torch.addcmul(z, z, phi)
+        heads = x.view(*x.shape[:2], -1, sum(sizes))
+        slices = []
+        for n, part in enumerate(heads.split(sizes, -1)):
+            out = torch.empty(part.shape, dtype=z.dtype, device=z.device)
+            if n < 2 and cos is not None and sin is not None:
+                wide = out if out.dtype == cos.dtype else torch.empty_like(out, dtype=cos.dtype)
+                _turn(part.to(cos.dtype), cos, sin, wide)
+                slices.append(wide.to(z.dtype))
+            else:
+                slices.append(out.copy_(part))
+        return tuple(slices)
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *scaled, cos, sin = ctx.saved_tensors
+        like = next(g for g in grads if g is not None)
+        d_x = like.new_empty(ctx.shape)
+        heads = d_x.view(*ctx.shape[:2], -1, sum(ctx.sizes))
+        for n, (out, grad) in enumerate(zip(heads.split(ctx.sizes, -1), grads, strict=True)):
+            if grad is None:
+                out.zero_()
+            elif n < 2 and cos is not None:
+                wide = out if out.dtype == cos.dtype else torch.empty_like(out, dtype=cos.dtype)
+                _turn(grad.to(cos.dtype), cos, -sin, wide)
+                if wide is not out:
+                    out.copy_(wide)
+            else:
+                out.copy_(grad)
+        if not scaled:
+            return d_x, None, None, None, None
+        z, phi = scaled
+        return torch.addcmul(d_x, d_x, phi), d_x.mul_(z), None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """Write x, rotated as by `kernels.rotary.op.turned`, into ``out``."""
+    (first, second), (low, high) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=high).addcmul_(first, sin)
 
 
 def split_heads(z: Tensor, widths: Mapping[str, int]) -> dict[str, Tensor]:
