@@ -63,6 +63,6 @@ def features(logits: Tensor, state: Tensor, weight: Tensor, eps: float) -> Tenso
     `conditioner_features`, which has checked them.
     """
     size = state.shape[-1]
-    r = softplus(logits.to(state.dtype))
+    r = softplus(logits.to(state.dtype).contiguous())
     r = r * (size**0.5 / r.norm(dim=-1, keepdim=True).clamp_min(eps))
     return (r * layer_norm(state, (size,), weight.to(state.dtype), None, eps)).to(logits.dtype)

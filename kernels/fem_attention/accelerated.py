@@ -49,7 +49,10 @@ def fused_attention(
     if beta is None or centre is None or spread is None:
         mu = _attend(q, k, v, reading).to(compute)
         return mix(mu, None, None, gate).to(q.dtype)
-    shifted = spread < SHIFT_BELOW
+    each = spread < SHIFT_BELOW
+    shifted: Tensor | bool = each
+    if not torch.compiler.is_compiling() and (count := int(each.sum())) in (0, each.numel()):
+        shifted = count > 0
     inverse_temperature = beta.to(compute)[:, None].expand_as(centre)
     stream = ValueStream.apply(v.to(compute), inverse_temperature, centre, shifted)
     mu, z = (
@@ -58,7 +61,10 @@ def fused_attention(
         .chunk(2, dim=-1)
     )
     gap = FreeEnergyGap.apply(
-        mu, z, *(repeat_heads(t, 1, heads) for t in (inverse_temperature, centre, shifted))
+        mu,
+        z,
+        *(repeat_heads(t, 1, heads) for t in (inverse_temperature, centre)),
+        shifted if isinstance(shifted, bool) else repeat_heads(shifted, 1, heads),
     )
     return mix_gap(mu, gap, lam, gate).to(q.dtype)
 

@@ -301,25 +301,29 @@ def _centre(low: Tensor, high: Tensor, beta: Tensor) -> Tensor:
 
 
 class ValueStream(torch.autograd.Function):
-    """U [b, h, t, dv] from v, beta, centre [b, h, 1, dv] and shifted (True where kappa = 1).
+    """U [b, h, t, dv] from v, beta, centre [b, h, 1, dv] and shifted: True where kappa = 1, a
+    tensor like centre or one bool for all channels.
 
     dU/dx = exp(x) - kappa.
     """
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, v: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor | bool
+    ) -> Tensor:
         """Return U in v's dtype (float32 or float64)."""
         x = (v - centre).mul_(beta)
-        slope = torch.where(shifted, x.expm1(), x.exp())
+        slope = _where(shifted, x.expm1, x.exp)
         ctx.save_for_backward(x, slope, beta)
-        return torch.where(shifted, _beyond_x(x), slope)
+        return _where(shifted, lambda: _beyond_x(x), lambda: slope)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of v and beta."""
         x, slope, beta = ctx.saved_tensors
         dx = grads[0] * slope
-        return dx * beta, (dx * x).sum(2, keepdim=True) / beta, None, None
+        d_beta = (dx * x).sum(2, keepdim=True) / beta
+        return dx.mul_(beta), d_beta, None, None
 
 
 class FreeEnergyGap(torch.autograd.Function):
@@ -332,15 +336,18 @@ class FreeEnergyGap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mu: Tensor, z: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor
+        ctx: Any, mu: Tensor, z: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor | bool
     ) -> Tensor:
         """Return F - mu; beta, centre and shifted as in `ValueStream`."""
         offset = mu - centre
         y = torch.addcmul(z, offset, beta).clamp_(min=LOWEST_Y)
-        gap = torch.where(shifted, _beyond_y(y) + z, z.log()).div_(beta)
-        gap = torch.where(shifted, gap, gap - offset).clamp_(min=0)
-        tilt = torch.where(shifted, y / (1 + y), 1)
-        mass = torch.where(shifted, 1 + y, z)
+        gap = _where(
+            shifted,
+            lambda: _beyond_y(y).add_(z).div_(beta),
+            lambda: z.log().div_(beta).sub_(offset),
+        ).clamp_(min=0)
+        mass = _where(shifted, lambda: 1 + y, lambda: z)
+        tilt = _where(shifted, lambda: y / mass, lambda: torch.ones_like(z))
         ctx.save_for_backward(
             offset, (mass * beta).masked_fill_(mass < FAINT, torch.inf), tilt, gap, beta
         )
@@ -351,19 +358,35 @@ class FreeEnergyGap(torch.autograd.Function):
         """Return the gradients of mu, Z and beta."""
         offset, mass, tilt, gap, beta = ctx.saved_tensors
         d_gap = grads[0].masked_fill(mass == torch.inf, 0)
-        d_mu = -d_gap * tilt
-        d_beta = torch.addcmul(d_mu * offset, d_gap, gap, value=-1).sum(2, keepdim=True) / beta
-        return d_mu, d_gap / mass, d_beta, None, None
+        d_mu = (d_gap * tilt).neg_()
+        d_beta = (d_mu * offset).addcmul_(d_gap, gap, value=-1).sum(2, keepdim=True) / beta
+        return d_mu, d_gap.div_(mass), d_beta, None, None
 
 
+def _where(
+    shifted: Tensor | bool, where: Callable[[], Tensor], elsewhere: Callable[[], Tensor]
+) -> Tensor:
+    """Return ``where()`` in channels with kappa = 1 and ``elsewhere()`` in the others.
+
+    shifted: a tensor, or one bool for all channels; then only what is used is computed.
+    """
+    if isinstance(shifted, bool):
+        return where() if shifted else elsewhere()
+    return torch.where(shifted, where(), elsewhere())
+
+
+# In float32 the first omitted term is below half a unit in the last place, relative to the first
+# one: 2 * 0.5^7 / 9! = 4e-8 where |x| < 0.5, and 3/11 * 0.0205^4 = 5e-8 where |y| < 0.25.
+TERMS = {torch.float32: (7, 4)}
 EXPONENTIAL = [1 / math.factorial(n) for n in range(2, 14)]
 ARTANH = [2 / n for n in range(3, 19, 2)]
 
 
 def _beyond_x(x: Tensor) -> Tensor:
     """Return exp(x) - 1 - x to full precision."""
+    terms, _ = TERMS.get(x.dtype, (None, None))
     return torch.where(
-        x.abs() < 0.5, _polynomial(x, EXPONENTIAL).mul_(x).mul_(x), x.expm1().sub_(x)
+        x.abs() < 0.5, _polynomial(x, EXPONENTIAL[:terms]).mul_(x).mul_(x), x.expm1().sub_(x)
     )
 
 
@@ -372,11 +395,11 @@ def _beyond_y(y: Tensor) -> Tensor:
 
     With s = y / (2 + y): log(1 + y) = 2 artanh(s), and 2 s - y = -s y.
     """
+    _, terms = TERMS.get(y.dtype, (None, None))
     s = y / (2 + y)
     square = s * s
-    return torch.where(
-        y.abs() < 0.25, _polynomial(square, ARTANH).mul_(square).sub_(y).mul_(s), y.log1p().sub_(y)
-    )
+    near = _polynomial(square, ARTANH[:terms]).mul_(square).sub_(y).mul_(s)
+    return torch.where(y.abs() < 0.25, near, y.log1p().sub_(y))
 
 
 def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:

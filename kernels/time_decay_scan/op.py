@@ -81,7 +81,9 @@ def time_decay_scan(
         from kernels.time_decay_scan.triton import scan
 
         return scan(a, x, start, softplus).to(made)
-    decay = -torch.nn.functional.softplus(a.to(compute)) if softplus else a.to(compute)
+    decay = a.to(compute)
+    if softplus:  # on a CPU torch computes a strided tensor's logarithms one by one
+        decay = -torch.nn.functional.softplus(decay.contiguous())
     return TimeDecayScan.apply(decay, x.to(compute), start).to(made)
 
 
