@@ -148,7 +148,7 @@ def product_type(x: Tensor) -> torch.dtype:
     )
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normed(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Return (x, `rms_norm` of x). Use the returned x for the rest of the update.
 
     On a GPU one kernel then computes the gradients of both.

@@ -28,6 +28,7 @@ def inputs(
 ) -> Inputs:
     """Return random tokens.
 
+    diagonal: none, shared, head, or "in h", where h is already multiplied by a shared one.
     biases: of a token on itself and on other tokens; one tensor, so that their error depends less
     on chance.
     steepness: factor on ALiBi's slopes 2^(-8 k / heads).
@@ -46,8 +47,10 @@ def inputs(
         made |= {
             "u": normal(b, t, hidden),
             "h": normal(b, tk, hidden),
-            "d": normal(1 if diagonal == "shared" else heads, hidden) * 0.5,
+            "d": normal(heads if diagonal == "head" else 1, hidden) * 0.5,
         }
+        if diagonal == "in h":
+            made["h"] *= made.pop("d")
     made["biases"] = torch.tensor(biases, dtype=torch.float64)
     made["valid"] = torch.ones(b, tk, dtype=torch.bool) if padding else None
     if padding:
@@ -65,7 +68,8 @@ def definition(x: Inputs) -> Outputs:
     q, k, (t, tk) = x["q"], x["k"], (x["q"].shape[2], x["k"].shape[2])
     a = torch.einsum("bhir,bhjr->bhij", q, k)
     if "u" in x:
-        a = a + torch.einsum("bjd,hd,bid->bhij", x["h"], x["d"].expand(q.shape[1], -1), x["u"])
+        d = x.get("d", torch.ones_like(x["u"][0, :1]))
+        a = a + torch.einsum("bjd,hd,bid->bhij", x["h"], d.expand(q.shape[1], -1), x["u"])
     i, j = torch.arange(tk - t, tk, device=q.device)[:, None], torch.arange(tk, device=q.device)
     slopes = torch.tensor(x["slopes"], dtype=q.dtype, device=q.device)[:, None, None]
     a = a * x["scale"] - slopes * (i - j).abs() + torch.where(i == j, *x["biases"])
@@ -79,17 +83,15 @@ def definition(x: Inputs) -> Outputs:
 
 def call(x: Inputs, implementation: str) -> Outputs:
     """Call `cem_attention` with the inputs of a case."""
-    diagonal = Diagonal(x["u"], x["h"], x["d"]) if "u" in x else None
+    diagonal = Diagonal(x["u"], x["h"], x.get("d")) if "u" in x else None
     slopes = torch.tensor(
         x["slopes"], dtype=torch.promote_types(x["q"].dtype, torch.float32), device=x["q"].device
     )
-    (own, others), known = (
-        x["biases"].split(1),
-        {name: x[name] for name in ("scale", "causal", "valid")},
-    )
+    own, others = x["biases"].to(slopes.dtype).split(1)
+    known = {name: x[name] for name in ("scale", "causal", "valid")}
     return (
         cem_attention(
-            x["q"], x["k"], slopes, own, others, diagonal, **known, implementation=implementation
+            x["q"], x["k"], slopes, own - others, diagonal, **known, implementation=implementation
         ),
     )
 
@@ -98,6 +100,7 @@ CASES: dict[str, Callable[[Size], Inputs]] = {
     "normal": inputs,
     "no diagonal": lambda size: inputs(size, diagonal="none"),
     "a diagonal a head": lambda size: inputs(size, diagonal="head"),
+    "a diagonal in h": lambda size: inputs(size, diagonal="in h"),
     "one token": lambda size: inputs(size, tokens=1),
     "sharp": lambda size: inputs(size, sharpness=8.0),
     "a large bias on itself": lambda size: inputs(size, biases=(5.0, -3.0)),

@@ -39,8 +39,7 @@ def cem_attention(
     q: Tensor,
     k: Tensor,
     slopes: Tensor,
-    self_bias: Tensor,
-    cross_bias: Tensor,
+    own_bias: Tensor,
     diagonal: Diagonal | None = None,
     *,
     scale: float,
@@ -50,26 +49,27 @@ def cem_attention(
 ) -> Tensor:
     """Return the attention read o_i = sum_j softmax_j(a_ij) k_j with CEM's scores.
 
-        a_ij = scale (k_j . q_i + h_j . (d u_i)) - m |i - j| + b_self [i = j] + b_cross [i != j]
+        a_ij = scale (k_j . q_i + h_j . (d u_i)) - m |i - j| + own_bias [i = j]
 
     Shapes: q [b, heads, t, r], k [b, heads, tk, r] (the past's keys, then those of these tokens),
-    slopes m [heads] (no gradient), self_bias and cross_bias of one number each, ``diagonal``: u
-    [b, t, D], h [b, tk, D], d [1, D] (one for all heads: its scores are computed once) or
-    [heads, D]; None: no diagonal. valid [b, tk] bool, False at padding: only the token at its own
+    slopes m [heads] (no gradient), own_bias [] or [1], b_self - b_cross (a constant added to all
+    scores of a row does not change the softmax), ``diagonal``: u [b, t, D], h [b, tk, D], d [1, D]
+    (one for all heads: its scores are computed once), [heads, D] or None (already in h); None: no
+    diagonal. valid [b, tk] bool, False at padding: only the token at its own
     position sees such a key. i and j count all keys, padding too: padding between two tokens adds
     to their distance.
     Returns [b, heads, t, r] in q's dtype.
     Dtypes: q, k, u, h all float64, float32, bfloat16 or float16; computed in float32 or float64; d
-    and the biases of any of them. Memory is linear in the tokens: pairs are computed in blocks, and
+    and own_bias of any of them. Memory is linear in the tokens: pairs are computed in blocks, and
     again in the backward, which keeps the inputs in their own dtypes and the output.
     implementation: auto, triton (heads up to 128 wide, in bfloat16 256, on a GPU an even width if
     over 64; not float64; bfloat16 multiplies in bfloat16) or reference.
     Raises ValueError for shapes and dtypes that do not fit.
     Source: Causal Energy Minimization, Algorithm 1 and appendix B.
     """
-    _check(q, k, slopes, diagonal, valid)
+    _check(q, k, slopes, own_bias, diagonal, valid)
     u, h, d = diagonal or (None, None, None)
-    return _read(q, k, slopes, self_bias, cross_bias, u, h, d, scale, causal, valid, implementation)
+    return _read(q, k, slopes, own_bias, u, h, d, scale, causal, valid, implementation)
 
 
 @registered(lambda q, **_: q.new_empty(q.shape), name="cem_attention")
@@ -77,8 +77,7 @@ def _read(
     q: Tensor,
     k: Tensor,
     slopes: Tensor,
-    self_bias: Tensor,
-    cross_bias: Tensor,
+    own_bias: Tensor,
     u: Tensor | None,
     h: Tensor | None,
     d: Tensor | None,
@@ -89,9 +88,6 @@ def _read(
 ) -> Tensor:
     """Run `cem_attention` on checked arguments, with the diagonal passed as three tensors."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    # A constant added to all scores of a row does not change the softmax, so only the difference of
-    # the two biases matters.
-    alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()
     widest = WIDEST if q.dtype == torch.bfloat16 else WIDE
     unfit = first_reason(
         {
@@ -105,12 +101,20 @@ def _read(
         from kernels.cem_attention.triton.function import Read as Tiles
 
         read = Tiles
+        if h is not None and d is not None and len(d) == 1:
+            h, d = (h * d).to(h.dtype), None
+    alone = own_bias.to(wide).view(())
     o: Tensor = read.apply(q, k, u, h, d, slopes.to(wide), alone, scale, causal, valid)
     return o
 
 
 def _check(
-    q: Tensor, k: Tensor, slopes: Tensor, diagonal: Diagonal | None, valid: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor,
+    own_bias: Tensor,
+    diagonal: Diagonal | None,
+    valid: Tensor | None,
 ) -> None:
     check_first("cem_attention", "q", q)
     (b, heads, t, r), tk = q.shape, k.shape[2] if k.dim() == 4 else 0
@@ -122,7 +126,11 @@ def _check(
             "diagonal.h": (diagonal.h, (b, tk, width), q.dtype),
         }
         expected["diagonal.d"] = (diagonal.d, [(1, width), (heads, width)])
-    expected |= {"slopes": (slopes, (heads,)), "valid": (valid, (b, tk), torch.bool)}
+    expected |= {
+        "slopes": (slopes, (heads,)),
+        "own_bias": (own_bias, [(), (1,)]),
+        "valid": (valid, (b, tk), torch.bool),
+    }
     check_others("cem_attention", "q", q, expected)
     if tk < t:
         raise ValueError(

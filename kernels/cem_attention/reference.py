@@ -21,12 +21,18 @@ BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 class Diagonal(NamedTuple):
     """Diagonal part h_j . (d u_i) of the scores.
 
-    u [b, t, D], h [b, tk, D], d [1, D] for all heads or [heads, D].
+    u [b, t, D], h [b, tk, D], d [1, D] for all heads or [heads, D]; None: of ones, for an h that is
+    already multiplied by d.
     """
 
     u: Tensor
     h: Tensor
-    d: Tensor
+    d: Tensor | None
+
+
+def weighted(u: Tensor, d: Tensor | None) -> Tensor:
+    """Return d u, [b, 1 or heads, n, D], of u [b, n, D]."""
+    return u[:, None] if d is None else u[:, None] * d[:, None]
 
 
 def pair_scores(
@@ -95,14 +101,16 @@ class Read(torch.autograd.Function):
             dq[:, :, rows] = d_scores @ k[:, :, :end]
             dk[:, :, :end] += d_scores.mT @ q[:, :, rows]
             if du is not None and dh is not None:
-                shared = d_scores.sum(1, keepdim=True) if len(d) == 1 else d_scores
-                d_weighted = shared @ h[:, None, :end]
-                du[:, rows] = (d_weighted * d[:, None]).sum(1)
-                dd += (d_weighted * u[:, None, rows]).sum((0, 2))
-                weighted = u[:, None, rows] * d[:, None]
+                left = weighted(u[:, rows], d)
+                shared = d_scores.sum(1, keepdim=True) if left.shape[1] == 1 else d_scores
+                d_left = shared @ h[:, None, :end]
+                du[:, rows] = (d_left if d is None else d_left * d[:, None]).sum(1)
+                if d is not None:
+                    dd += (d_left * u[:, None, rows]).sum((0, 2))
+                both = n * left.shape[1]
                 dh[:, :end] += shared.transpose(1, 2).reshape(
-                    len(q), n * len(d), end
-                ).mT @ weighted.transpose(1, 2).reshape(len(q), n * len(d), -1)
+                    len(q), both, end
+                ).mT @ left.transpose(1, 2).reshape(len(q), both, -1)
         found = (
             None if t is None else t.to(like.dtype)
             for t, like in zip((dq, dk, du, dh, dd), given, strict=True)
@@ -124,9 +132,7 @@ def _weights(given: tuple[Any, ...], rows: slice) -> Tensor:
     past, tk = k.shape[2] - q.shape[2], k.shape[2]
     own = torch.arange(rows.start, rows.stop, device=q.device) + past
     end = rows.stop + past if causal else tk
-    diagonal = (
-        None if u is None or h is None or d is None else (u[:, None, rows] * d[:, None], h[:, :end])
-    )
+    diagonal = None if u is None or h is None else (weighted(u[:, rows], d), h[:, :end])
     scores = pair_scores(q[:, :, rows], k[:, :, :end], own, slopes, alone, diagonal, scale)
     if valid is not None:
         seen = allowed_pairs(own, tk, causal, valid)
@@ -175,8 +181,8 @@ def interaction_scores(
     q, k, self_bias, cross_bias = (t.to(wide) for t in (q, k, self_bias, cross_bias))
     parts = None
     if diagonal is not None:
-        u, h, d = (t.to(wide) for t in diagonal)
-        parts = (u[:, None] * d[:, None], h)
+        u, h, d = _wide(wide, *diagonal)
+        parts = (weighted(u, d), h)
     scores = (
         pair_scores(q, k, own, slopes.to(wide), (self_bias - cross_bias).sum(), parts, scale)
         + cross_bias.sum()

@@ -15,14 +15,22 @@ EPS = 1e-5
 
 
 def _made(
-    size: Mapping[str, int], *, both: bool = True, mean: float = 0.0, spread: float = 1.0
+    size: Mapping[str, int],
+    *,
+    weights: int = 2,
+    twice: bool = False,
+    mean: float = 0.0,
+    spread: float = 1.0,
 ) -> Inputs:
     draw = Draw(size["channels"])
     made: Inputs = {
         "x": spread * (draw.normal(size["tokens"], size["batch"], size["channels"]) + mean)
     }
-    return made | {
-        name: 1 + draw.normal(size["channels"]) / 4 for name in ("weight", "second")[: 1 + both]
+    names = ("weight", "second")[:weights]
+    return {
+        **made,
+        **{name: 1 + draw.normal(size["channels"]) / 4 for name in names},
+        "twice": twice,
     }
 
 
@@ -43,7 +51,9 @@ def _vanishing(size: Mapping[str, int]) -> Inputs:
 
 def _definition(x: Inputs) -> Outputs:
     value = x["x"]
-    h = value / (value.square().mean(-1, keepdim=True) + EPS).sqrt() * x["weight"]
+    h = value / (value.square().mean(-1, keepdim=True) + EPS).sqrt() * x.get("weight", 1)
+    if x["twice"]:
+        return value * 1, h, h / (h.square().mean(-1, keepdim=True) + EPS).sqrt()
     if "second" not in x:
         return value * 1, h
     centred = h - h.mean(-1, keepdim=True)
@@ -55,7 +65,14 @@ def _definition(x: Inputs) -> Outputs:
 
 
 def _call(x: Inputs, implementation: str) -> Outputs:
-    made = residual_norm(x["x"], x["weight"], EPS, x.get("second"), implementation=implementation)
+    made = residual_norm(
+        x["x"],
+        x.get("weight"),
+        EPS,
+        x.get("second"),
+        twice=x["twice"],
+        implementation=implementation,
+    )
     return tuple(t for t in made if isinstance(t, Tensor))
 
 
@@ -63,7 +80,9 @@ SUITE = Suite(
     op="residual_norm",
     cases={
         "normal": _made,
-        "one norm": lambda size: _made(size, both=False),
+        "one norm": lambda size: _made(size, weights=1),
+        "no weight": lambda size: _made(size, weights=0),
+        "RMSNorm twice": lambda size: _made(size, weights=1, twice=True),
         "far from zero": lambda size: _made(size, mean=5.0),
         "small": lambda size: _made(size, spread=1e-3),
         "uneven": _uneven,

@@ -16,7 +16,7 @@ WIDEST = 4096  # channels that fit in registers together with the terms of their
 
 OP = Op(
     "residual_norm",
-    "RMSNorm of the residual stream, a LayerNorm of that; the residual's own gradient is added"
+    "RMSNorm of the residual stream, a second norm of that; the residual's own gradient is added"
     " where the norm's is made",
     (
         Implementation("triton", "one pass over memory forward, one backward", lacks_triton),
@@ -28,22 +28,23 @@ OP = Op(
 @operation("x")
 def residual_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     second: Tensor | None = None,
     *,
+    twice: bool = False,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (x, h, u): x itself, h = x / rms(x) * weight, and u = LayerNorm(h) * second, or None
-    without ``second``; over the last dimension.
+    """Return (x, h, u): x itself, h = x / rms(x) * weight, and u = LayerNorm(h) * second if
+    ``second`` is given, h / rms(h) if ``twice``, else None; over the last dimension.
 
     The gradient of the returned x, the residual, is added to the norms' gradients in one pass.
-    Shapes: x [..., n], weight and second [n]; the results have x's shape. Types: float64, float32,
-    bfloat16 or float16, the results x's. h is rounded to x's type before its LayerNorm.
-    implementation: "triton", "reference" or "auto", the fastest that supports this call. Triton's
-    stores its arguments alone for the backward. Raises ValueError for shapes, types or devices that
-    do not fit, and for an implementation that cannot run. Equations: RMSNorm and LayerNorm without
-    biases.
+    Shapes: x [..., n], weight (None: ones) and second [n]; the results have x's shape. Types:
+    float64, float32, bfloat16 or float16, the results x's. h is rounded to x's type before the
+    second norm. implementation: "triton", "reference" or "auto", the fastest that supports this
+    call. Triton's stores its arguments alone for the backward. Raises ValueError for shapes, types
+    or devices that do not fit, for both second norms, and for an implementation that cannot run.
+    Equations: RMSNorm and LayerNorm without biases.
     """
     check_first("residual_norm", "x", x, "[..., n]")
     size = x.shape[-1]
@@ -53,8 +54,10 @@ def residual_norm(
         x,
         {"weight": (weight, (size,), *FLOATS), "second": (second, (size,), *FLOATS)},
     )
+    if twice and second is not None:
+        raise ValueError("residual_norm: twice is RMSNorm, and second LayerNorm; give one of them")
     if opaque(x):  # an unchanged input is not a result of the operation
-        h, *rest = _norms(x, weight, eps, second, implementation)
+        h, *rest = _norms(x, weight, eps, second, twice, implementation)
         return x, h, rest[0] if rest else None
     unfit = first_reason(
         {"float64": x.dtype == torch.float64, f"{size} channels are over {WIDEST}": size > WIDEST}
@@ -62,21 +65,27 @@ def residual_norm(
     if OP.choose(implementation, x.device, {"triton": unfit}.get) == "triton":
         from kernels.residual_norm.triton import fused_norms
 
-        return fused_norms(x, weight, second, eps)
+        return fused_norms(x, weight, second, eps, twice)
     h = rms_norm(x, (size,), weight, eps)
+    if twice:
+        return x, h, rms_norm(h, (size,), None, eps)
     return x, h, None if second is None else layer_norm(h, (size,), second, None, eps)
 
 
 @registered(
-    lambda x, second, **_: [torch.empty_like(x) for _ in range(1 if second is None else 2)],
+    lambda x, second, twice, **_: [
+        torch.empty_like(x) for _ in range(1 if second is None and not twice else 2)
+    ],
     name="residual_norm",
 )
 def _norms(
-    x: Tensor, weight: Tensor, eps: float, second: Tensor | None, implementation: str
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    second: Tensor | None,
+    twice: bool,
+    implementation: str,
 ) -> list[Tensor]:
-    """Return h, and u if ``second`` is given."""
-    return [
-        t
-        for t in residual_norm(x, weight, eps, second, implementation=implementation)[1:]
-        if t is not None
-    ]
+    """Return h, and u if there is a second norm."""
+    made = residual_norm(x, weight, eps, second, twice=twice, implementation=implementation)
+    return [t for t in made[1:] if t is not None]

@@ -8,6 +8,8 @@ The backward recomputes h from x, which the residual stores anyway. With n = x r
     dx = r (g - n mean(g n)) + the residual's own gradient
     dw = sum_t (g / w) n      ds = sum_t du z
 
+If the second norm is an RMSNorm, z = h / rms(h), s = 1, and mean(ds') is left out.
+
 Each program writes a partial sum of the weights' gradients; the partial sums are added afterwards,
 so every run gives the same bits.
 """
@@ -25,23 +27,20 @@ NUMBERS = 2048  # most of a block that has several tokens
 PROGRAMS = 264  # two for each of an H100's multiprocessors, limited by its registers
 
 
-def fused_norms(x, weight, second, eps):
+def fused_norms(x, weight, second, eps, twice):
     """Compute `kernels.residual_norm.residual_norm`, which has checked the arguments."""
-    return _Norms.apply(x, weight, second, eps)
+    return _Norms.apply(x, weight, second, eps, twice)
 
 
 class _Norms(torch.autograd.Function):
     """Autograd function (x, h, u or None)."""
 
     @staticmethod
-    def forward(ctx, x, weight, second, eps):
+    def forward(ctx, x, weight, second, eps, twice):
         ctx.set_materialize_grads(False)
-        rows, weight, second = (
-            x.contiguous(),
-            weight.contiguous(),
-            None if second is None else second.contiguous(),
-        )
-        h, u = torch.empty_like(rows), None if second is None else torch.empty_like(rows)
+        rows, weight, second = (None if t is None else t.contiguous() for t in (x, weight, second))
+        h = torch.empty_like(rows)
+        u = torch.empty_like(rows) if twice or second is not None else None
         tokens, size = rows.numel() // rows.shape[-1], rows.shape[-1]
         constants = _constants(size)
         _forward_kernel[triton.cdiv(tokens, constants["BT"]),](
@@ -73,7 +72,7 @@ class _Norms(torch.autograd.Function):
             None if part is None else part.sum(0).to(t.dtype)
             for part, t in zip(parts, (weight, second), strict=True)
         )
-        return d_x, d_weight, d_second, None
+        return d_x, d_weight, d_second, None, None
 
 
 def _constants(size):
@@ -104,9 +103,10 @@ def _mean(x, size):
 
 
 @triton.jit
-def _centred(h, mask, size, eps):
-    """Return z of h, and 1 / its standard deviation."""
-    h = tl.where(mask, h - _mean(h, size), 0.0)
+def _second(h, second, mask, size, eps):
+    """Return z of h and the factor 1 / deviation: LayerNorm's, or RMSNorm's without ``second``."""
+    if second is not None:
+        h = tl.where(mask, h - _mean(h, size), 0.0)
     inverse = 1.0 / tl.sqrt(_mean(h * h, size) + eps)
     return h * inverse, inverse
 
@@ -115,13 +115,16 @@ def _centred(h, mask, size, eps):
 def _forward_kernel(x, weight, second, h, u, tokens, size, eps, BT: tl.constexpr, BN: tl.constexpr):
     n, at, mask = _place(tokens, size, tl.program_id(0), BT, BN)
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    made = (
-        value * (1.0 / tl.sqrt(_mean(value * value, size) + eps)) * _weight(weight, n, size)
-    ).to(h.dtype.element_ty)
+    value *= 1.0 / tl.sqrt(_mean(value * value, size) + eps)
+    if weight is not None:
+        value *= _weight(weight, n, size)
+    made = value.to(h.dtype.element_ty)
     tl.store(h + at, made, mask=mask)
     if u is not None:
-        z, _ = _centred(made.to(tl.float32), mask, size, eps)
-        tl.store(u + at, (z * _weight(second, n, size)).to(u.dtype.element_ty), mask=mask)
+        z, _ = _second(made.to(tl.float32), second, mask, size, eps)
+        if second is not None:
+            z *= _weight(second, n, size)
+        tl.store(u + at, z.to(u.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -133,29 +136,35 @@ def _backward_kernel(
     for block in range(tl.program_id(0) * each, tl.program_id(0) * each + each):
         n, at, mask = _place(tokens, size, block, BT, BN)
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        w = _weight(weight, n, size)
         r = 1.0 / tl.sqrt(_mean(value * value, size) + eps)
         value *= r
         g = tl.zeros((BT, BN), tl.float32)
         if d_h is not None:
             g += tl.load(d_h + at, mask=mask, other=0.0).to(tl.float32)
         if d_u is not None:
-            z, inverse = _centred(
-                (value * w).to(x.dtype.element_ty).to(tl.float32), mask, size, eps
+            made = value
+            if weight is not None:
+                made *= _weight(weight, n, size)
+            z, inverse = _second(
+                made.to(x.dtype.element_ty).to(tl.float32), second, mask, size, eps
             )
             dz = tl.load(d_u + at, mask=mask, other=0.0).to(tl.float32)
-            of_second += tl.sum(dz * z, 0)[None, :]
-            dz *= _weight(second, n, size)
-            g += inverse * (dz - _mean(dz, size) - z * _mean(dz * z, size))
+            if second is not None:
+                of_second += tl.sum(dz * z, 0)[None, :]
+                dz *= _weight(second, n, size)
+                g -= inverse * _mean(dz, size)
+            g += inverse * (dz - z * _mean(dz * z, size))
         g = tl.where(mask, g, 0.0)
-        of_weight += tl.sum(g * value, 0)[None, :]
-        g *= w
+        if weight is not None:
+            of_weight += tl.sum(g * value, 0)[None, :]
+            g *= _weight(weight, n, size)
         dx = r * (g - value * _mean(g * value, size))
         if d_on is not None:
             dx += tl.load(d_on + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(d_x + at, dx.to(d_x.dtype.element_ty), mask=mask)
     n = tl.arange(0, BN)[None, :]
     to = tl.program_id(0) * size + n
-    tl.store(d_weights + to, of_weight, mask=n < size)
+    if d_weights is not None:
+        tl.store(d_weights + to, of_weight, mask=n < size)
     if d_seconds is not None:
         tl.store(d_seconds + to, of_second, mask=n < size)

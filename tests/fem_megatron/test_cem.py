@@ -118,7 +118,7 @@ def test_fixture(kind: str, steps: int, fold: bool, monkeypatch: pytest.MonkeyPa
         layer.precondition, "forward", lambda w, tokens: forward(w, 1000 if fold else 1)
     )
     h = stored["in/h"][:, None].clone().requires_grad_()
-    out = layer.descend(h, h, Context()) if kind == "attention" else layer.descend(h, h)
+    out = layer.descend(h, h, None, Context()) if kind == "attention" else layer.descend(h, h, None)
     grads = dict(
         zip(
             ["h", *weights],
@@ -169,9 +169,9 @@ def test_a_step_is_minus_the_gradient_of_the_energy(diagonal: str) -> None:
         u = rms_norm(start, None, 1e-6).requires_grad_()
         (gradient,) = torch.autograd.grad(energy(layer, h, u, u.detach()).sum(), u)
         if isinstance(layer, CemAttention):
-            moved = layer.descend(h, start, Context())
+            moved = layer.descend(h, start, None, Context())
         else:
-            moved = layer.descend(h, start)
+            moved = layer.descend(h, start, None)
         torch.testing.assert_close(moved - start, -gradient, **ROUNDING)
 
 
@@ -348,10 +348,8 @@ def test_energies_fall_along_small_steps(preconditioner: str) -> None:
         h = tokens(9)
         before, points = energy(layer, h, rms_norm(h, None, 1e-6)), [h]
         for _ in range(6):
-            known = (
-                (h, points[-1], Context()) if isinstance(layer, CemAttention) else (h, points[-1])
-            )
-            points.append(layer.descend(*known))
+            known = (Context(),) if isinstance(layer, CemAttention) else ()
+            points.append(layer.descend(h, points[-1], None, *known))
             after = energy(layer, h, rms_norm(points[-1], None, 1e-6))
             assert (after < before).all()
             before = after

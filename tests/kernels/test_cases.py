@@ -169,6 +169,10 @@ EDGES: dict[str, tuple[str, list[dict[str, int]]]] = {
             {"tokens": 3, "channels": 17},
         ],
     ),
+    "gated_silu": (
+        "normal",
+        [{"tokens": 1, "batch": 1, "channels": n} for n in (1, 64, 129)],
+    ),
     "linear_attention": (
         "a decay a channel, with a state",
         [{"tokens": 15}, {"tokens": 16, "keys": 36}, {"tokens": 17, "values": 33}],
@@ -597,6 +601,8 @@ REFUSED: list[tuple[str, str, Inputs]] = [
     ),
     ("residual_norm", r"weight has shape \[36\], expected \[37\]", {"weight": zeros(36)}),
     ("residual_norm", "second is torch.float32 on meta", {"second": zeros(37, **META)}),
+    ("residual_norm", "twice is RMSNorm, and second LayerNorm", {"twice": True}),
+    ("gated_silu", r"gate has shape \[7, 2\]", {"gate": zeros(7, 2)}),
     (
         "fem_projection",
         r"z has shape \[13, 2, 82\], expected \[s, b, heads \* 27\]",

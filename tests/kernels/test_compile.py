@@ -26,6 +26,7 @@ from fem_megatron.state import Context
 from kernels import registered
 from kernels.check import Inputs, Outputs, relative, results
 from kernels.fem_projection import op as fem_projection
+from kernels.gated_silu import op as gated_silu
 from kernels.registered import NAMESPACE
 from kernels.residual_norm import op as residual_norm
 from tests.kernels.operations import SUITES
@@ -183,7 +184,7 @@ def test_a_node_of_a_graph_is_what_torch_library_wants(
     plain = results(lambda x: suite.call(x, "auto"), x, torch.float32, "cpu")
 
     with monkeypatch.context() as patch, Nodes() as nodes:
-        for module in (registered, residual_norm, fem_projection):
+        for module in (registered, residual_norm, gated_silu, fem_projection):
             patch.setattr(module, "opaque", lambda *_: not nodes.within)
         node = results(lambda x: suite.call(x, "auto"), x, torch.float32, "cpu")
     # float32 rounding of sums in another order

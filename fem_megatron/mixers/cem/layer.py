@@ -10,19 +10,21 @@ has no weight: with one, the tied projections would no longer form a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu, softplus
+from torch.nn.functional import linear, softplus
 
 from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Layer, Update, rms_norm
-from kernels.arguments import is_dynamic
+from fem_megatron.update import Layer, Update, normed, rms_norm
+from kernels.arguments import autocast_on, is_dynamic
 from kernels.cem_attention import Diagonal, cem_attention
 from kernels.cem_attention.reference import interaction_energy, interaction_scores
+from kernels.gated_silu import gated_silu
+from kernels.residual_norm import residual_norm
 
 # B_n / (n + 1)! of the dilogarithm's series in log(1 + y), n = 0, 1, 2, 4, ..
 # log(1 + y) is at most log 2, so the next term is below 1e-18.
@@ -52,7 +54,7 @@ class CemAttention(Update):
 
     Tensor parallel: heads are split over the ranks. Each step gathers u and sums the heads. Every
     rank computes the scores of a shared diagonal. Decoding state: k, which is also v, and with a
-    diagonal h.
+    diagonal h, times a shared diagonal.
     """
 
     diagnostics = "fem_megatron.mixers.cem.diagnostics:observe"
@@ -68,43 +70,43 @@ class CemAttention(Update):
         )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        h = rms_norm(x, self.norm(), self.shape.norm_eps)
-        return self.descend(h, h if self.shape.switches.residual == "normalised" else x, context)
+        return self.descend(*_start(self, x), context)
 
-    def descend(self, h: Tensor, x: Tensor, context: Context) -> Tensor:
+    def descend(self, h: Tensor, x: Tensor, u: Tensor | None, context: Context) -> Tensor:
         """Run the T steps and return x after the last step.
 
-        h: the normalised stream. x: the starting point of the steps. Both are sliced like the
-        stream.
+        h: the normalised stream. x: the starting point of the steps. u: RMSNorm(x), if known. All
+        are sliced like the stream.
         """
         full = self.parallel.enter(h)
         context = context.without_gap(full.shape[0])
         k, seen = self.remember(full, context)
         back = self.precondition(self.query(), full.shape[0] * full.shape[1])
-        biases = self.biases(k)
+        slopes, *biases = self.biases(k)
+        own_bias = biases[0].to(slopes.dtype) - biases[1].to(slopes.dtype)
         for step in range(self.shape.switches.steps_attention):
-            # For x = h, u is computed from the gathered h, which saves an exchange.
-            u = self._norm(full) if step == 0 and x is h else self.parallel.enter(self._norm(x))
+            if u is None and step == 0 and x is h:
+                u = self._norm(full)  # of the gathered h, which saves an exchange
+            elif u is None:
+                x, u = normed(x, None, self.shape.norm_eps)
+                u = self.parallel.enter(u)
             q, diagonal = self.score_inputs(u, seen)
-            o = self.read(q, k, biases, diagonal, context)
-            x = torch.add(
-                x,
-                self.parallel.leave(back(o.permute(2, 0, 1, 3).flatten(2))),
-                alpha=self.shape.switches.eta_attention,
-            )
+            o = self.read(q, k, slopes, own_bias, diagonal, context)
+            moved = o.permute(2, 0, 1, 3).flatten(2)
+            x = _moved(x, back, moved, self.shape.switches.eta_attention, self.parallel)
+            u = None
         return x
 
     def read(
         self,
         q: Tensor,
         k: Tensor,
-        biases: tuple[Tensor, Tensor, Tensor],
+        slopes: Tensor,
+        own_bias: Tensor,
         diagonal: Diagonal | None,
         context: Context,
     ) -> Tensor:
         """Return o [b, local heads, s, r] in k's type, see `cem_attention`."""
-
-        slopes, self_bias, cross_bias = biases
 
         def read(
             valid: Tensor | None,
@@ -115,17 +117,14 @@ class CemAttention(Update):
             slopes: Tensor,
             d: Tensor | None,
         ) -> Tensor:
-            own = (
-                None
-                if u is None or h is None or d is None
-                else Diagonal(u.squeeze(1), h.squeeze(1), d)
-            )
+            own = None
+            if u is not None and h is not None:
+                own = Diagonal(u.squeeze(1), h.squeeze(1), d)
             return cem_attention(
                 q,
                 k,
                 slopes,
-                self_bias,
-                cross_bias,
+                own_bias,
                 own,
                 scale=self.shape.scale,
                 causal=context.causal,
@@ -142,42 +141,44 @@ class CemAttention(Update):
     def remember(self, full: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return this rank's k [b, local heads, past + s, r] and h [b, past + s, D].
 
-        h is None without a diagonal. Both include the past and are stored in the state.
+        h is multiplied by a shared diagonal, once for all steps, and None without a diagonal. Both
+        include the past and are stored in the state.
         """
         k = context.extend("k", self._heads(self.key(full)), dim=2)
-        return k, None if self.shape.switches.diagonal == "none" else context.extend(
-            "h", full.transpose(0, 1).to(k.dtype), dim=1
-        )
+        if self.shape.switches.diagonal == "none":
+            return k, None
+        if self.shape.switches.diagonal == "shared":
+            full = full * self.parallel.share(self.diagonal)
+        return k, context.extend("h", full.transpose(0, 1).to(k.dtype), dim=1)
 
     def score_inputs(self, u: Tensor, h: Tensor | None) -> tuple[Tensor, Diagonal | None]:
         """Return q [b, local heads, s, r] and the inputs of the scores' diagonal part.
 
         The second value is None without a diagonal.
 
-        u: [s, b, D], normalised. h: [b, past + s, D], the normalised tokens that u is compared
-        with, or None without a diagonal.
+        u: [s, b, D], normalised. h: from `remember`.
         """
+        q = self._heads(linear(u, self.query()))
         if h is None:
-            return self._heads(linear(u, self.query())), None
-        d = (
-            self.parallel.share(self.diagonal)
-            if self.shape.switches.diagonal == "shared"
-            else self.diagonal
-        )
-        return self._heads(linear(u, self.query())), Diagonal(
-            u.transpose(0, 1), h, d.view(-1, self.shape.hidden)
-        )
+            return q, None
+        d = None
+        if self.shape.switches.diagonal == "head":
+            d = self.diagonal.view(-1, self.shape.hidden)
+        return q, Diagonal(u.transpose(0, 1), h, d)
 
     def biases(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ALiBi's slopes of this rank's heads, b_self and b_cross.
 
         The slopes are 2^(-8 k / heads), k = 1, 2, ..
         """
-        first = self.parallel.rank * self.local_heads + 1
+        first, each = self.parallel.rank * self.local_heads + 1, -8.0 / self.shape.heads
         wide = torch.promote_types(like.dtype, torch.float32)
-        heads = torch.arange(first, first + self.local_heads, dtype=wide, device=like.device)
+        last = first + self.local_heads - 1
+        slopes = torch.logspace(
+            each * first, each * last, self.local_heads, 2.0, dtype=wide, device=like.device
+        )
         return (
-            torch.exp2(heads * (-8.0 / self.shape.heads)),
+            slopes,
             self.parallel.share(self.self_bias),
             self.parallel.share(self.cross_bias),
         )
@@ -187,11 +188,7 @@ class CemAttention(Update):
 
         This is x, or RMSNorm(x) with ``cem.residual=normalised``.
         """
-        return (
-            rms_norm(x, self.norm(), self.shape.norm_eps)
-            if self.shape.switches.residual == "normalised"
-            else x
-        )
+        return _start(self, x)[1]
 
     @torch.no_grad()
     def diagnose(
@@ -207,9 +204,8 @@ class CemAttention(Update):
 
         after: the result of forward(x), if already computed.
         """
-        h = rms_norm(x, self.norm(), self.shape.norm_eps)
-        start = h if self.shape.switches.residual == "normalised" else x
-        after = self.descend(h, start, context) if after is None else after
+        h, start, u = _start(self, x)
+        after = self.descend(h, start, u, context) if after is None else after
         k, seen = self.remember(self.parallel.enter(h), context)
         energies, largest = [], []
         for end in (start, after):
@@ -258,27 +254,28 @@ class CemMlp(Update):
         )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        h = rms_norm(x, self.norm(), self.shape.norm_eps)
-        return self.descend(h, h if self.shape.switches.residual == "normalised" else x)
+        return self.descend(*_start(self, x))
 
-    def descend(self, h: Tensor, x: Tensor) -> Tensor:
+    def descend(self, h: Tensor, x: Tensor, u: Tensor | None) -> Tensor:
         """Run the T steps and return x after the last step.
 
-        h: the normalised stream. x: the starting point of the steps. Both are sliced like the
-        stream.
+        h: the normalised stream. x: the starting point of the steps. u: RMSNorm(x), if known. All
+        are sliced like the stream.
         """
         full = self.parallel.enter(h)
         gamma = self.gamma(full)
         back = self.precondition(self.up(), full.shape[0] * full.shape[1])
         for step in range(self.shape.switches.steps_mlp):
-            z = (
-                linear(self._norm(full), self.up())
-                if step == 0 and x is h
-                else self.parallel.project(self._norm(x), self.up())
-            )
-            x = torch.add(
-                x, self.parallel.leave(back(gamma * silu(z))), alpha=self.shape.switches.eta_mlp
-            )
+            if u is None and step == 0 and x is h:
+                z = linear(self._norm(full), self.up())  # gathered before
+            else:
+                if u is None:
+                    x, u = normed(x, None, self.shape.norm_eps)
+                z = self.parallel.project(u, self.up())
+            wide = torch.promote_types(z.dtype, gamma.dtype)  # a quantised map may widen
+            c, gamma = gated_silu(z.to(wide), gamma.to(wide))
+            x = _moved(x, back, c, self.shape.switches.eta_mlp, self.parallel)
+            u = None
         return x
 
     def start(self, x: Tensor) -> Tensor:
@@ -286,11 +283,7 @@ class CemMlp(Update):
 
         This is x, or RMSNorm(x) with ``cem.residual=normalised``.
         """
-        return (
-            rms_norm(x, self.norm(), self.shape.norm_eps)
-            if self.shape.switches.residual == "normalised"
-            else x
-        )
+        return _start(self, x)[1]
 
     @torch.no_grad()
     def diagnose(
@@ -300,9 +293,8 @@ class CemMlp(Update):
 
         smallest_eigenvalue is [1], and largest_score is absent.
         """
-        h = rms_norm(x, self.norm(), self.shape.norm_eps)
-        start = h if self.shape.switches.residual == "normalised" else x
-        after = self.descend(h, start) if after is None else after
+        h, start, u = _start(self, x)
+        after = self.descend(h, start, u) if after is None else after
         gamma = self.gamma(self.parallel.enter(h)[tokens])
         points = [
             linear(self.parallel.enter(self._norm(end))[tokens], self.up())
@@ -313,6 +305,25 @@ class CemMlp(Update):
 
     def _norm(self, x: Tensor) -> Tensor:
         return rms_norm(x, None, self.shape.norm_eps)
+
+
+def _start(layer: CemAttention | CemMlp, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return h = RMSNorm(x), the starting point of the steps, and its RMSNorm.
+
+    The last is None if another norm computes it later: of x, or of an h gathered over the ranks.
+    """
+    again = layer.shape.switches.residual == "normalised"
+    x, h, u = residual_norm(
+        x, layer.norm(), layer.shape.norm_eps, twice=again and layer.parallel.size == 1
+    )
+    return h, h if again else x, u
+
+
+def _moved(x: Tensor, back: Back, c: Tensor, eta: float, parallel: Parallel) -> Tensor:
+    """Return x plus eta times the ranks' sum of ``back(c)``; one rank adds it in the product."""
+    if parallel.size == 1:
+        return back(c, x, eta)
+    return torch.add(x, parallel.leave(back(c)), alpha=eta)
 
 
 def elementwise_energy(gamma: Tensor, z: Tensor) -> Tensor:
@@ -343,6 +354,12 @@ def _measures(
     }
 
 
+class Back(Protocol):
+    """The function c [..., G m] -> sum_g c_g W_g P_g [..., D]; with x, x + eta times that."""
+
+    def __call__(self, c: Tensor, x: Tensor | None = None, eta: float = 1.0) -> Tensor: ...
+
+
 BISECTIONS = 60  # more than the 52 mantissa bits of float64
 
 
@@ -362,7 +379,7 @@ class Preconditioner(Layer):
         self.parallel = parallel
         self.whole = full
 
-    def forward(self, w: Tensor, tokens: int) -> Callable[[Tensor], Tensor]:
+    def forward(self, w: Tensor, tokens: int) -> Back:
         """Return the function c [..., G m] -> sum_g c_g W_g P_g [..., D], for w = W [G m, D].
 
         With more than m tokens W P is computed once, as one matrix: 8 m D R per group and forward
@@ -372,18 +389,19 @@ class Preconditioner(Layer):
         tokens: tokens per step.
         """
         if self.kind == "identity":
-            return lambda c: c @ w
+            return lambda c, x=None, eta=1.0: _product(c, w, x, eta)
         rows = w.unflatten(0, (self.p.numel() // self.hidden, -1))
         # read before the closures run, because offloaded weights may be freed by then
         diagonal = self.diagonal()
         factors = self.factors() if self.kind == "low_rank" else None
         if is_dynamic(tokens) or tokens > rows.shape[1]:
             folded = self.times(rows, diagonal, factors).flatten(0, 1)
-            return lambda c: c @ folded
+            return lambda c, x=None, eta=1.0: _product(c, folded, x, eta)
 
-        def per_document(c: Tensor) -> Tensor:
+        def per_document(c: Tensor, x: Tensor | None = None, eta: float = 1.0) -> Tensor:
             groups = c.reshape(-1, *rows.shape[:2]).transpose(0, 1) @ rows
-            return self.times(groups, diagonal, factors).sum(0).view(*c.shape[:-1], -1)
+            step = self.times(groups, diagonal, factors).sum(0).view(*c.shape[:-1], -1)
+            return step if x is None else torch.add(x, step, alpha=eta)
 
         return per_document
 
@@ -395,10 +413,13 @@ class Preconditioner(Layer):
         diagonal, factors: the results of the methods below.
         """
         out = rows * diagonal.to(rows.dtype)[:, None]
-        if factors is not None:
-            u, v = factors
-            out = out + (rows @ v) @ u.mT + (rows @ u) @ v.mT
-        return out
+        if factors is None:
+            return out
+        u, v = factors
+        if autocast_on(rows):  # which does not concatenate float16
+            return out + (rows @ v) @ u.mT + (rows @ u) @ v.mT
+        left, right = torch.cat((v, u), -1), torch.cat((u, v), -1)
+        return torch.baddbmm(out, rows @ left, right.mT)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal part of P: softplus(sqrt(D) p), [G, D], float32 or wider."""
@@ -426,6 +447,15 @@ class Preconditioner(Layer):
         if self.kind == "diagonal":
             return self.diagonal().double().cpu().amin(-1)
         return smallest_eigenvalue(self.diagonal(), *self.factors())
+
+
+def _product(c: Tensor, w: Tensor, x: Tensor | None, eta: float) -> Tensor:
+    """Return c w, or x + eta c w, rounded once where the types agree."""
+    if x is None:
+        return c @ w
+    if autocast_on(x) or not x.dtype == c.dtype == w.dtype:
+        return torch.add(x, c @ w, alpha=eta)
+    return torch.addmm(x.flatten(0, -2), c.flatten(0, -2), w, alpha=eta).view(x.shape)
 
 
 def smallest_eigenvalue(diagonal: Tensor, u: Tensor, v: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Backward of CEM's attention: kernels that recompute a tile's weights, by rows, by keys and by
 pairs. No atomics.
 
-Two kernels by rows run first: one stores the softmax's row terms for the others, one computes dq.
-The kernel by keys adds the gradients as values and as keys in one sum. The kernel by pairs computes
-the gradient of the scores' additive part C, summed over the heads that share it.
+The kernel by rows runs first: it computes dq and stores the softmax's row terms for the others. The
+kernel by keys adds the gradients as values and as keys in one sum. The kernel by pairs computes the
+gradient of the scores' additive part C, summed over the heads that share it.
 """
 
 from __future__ import annotations
@@ -44,67 +44,9 @@ def _weights(
 
 
 @triton.jit
-def _rows_kernel(
-    q, k, bias, slopes, alone, valid, out, d_out, lse, row_terms, p_own, rows, keys, first, scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
-    out_batch, out_head, out_row,
-    d_out_batch, d_out_head, d_out_row, lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
-    ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Compute o.do, which is the row term up to the rounding of o, and p_ii of M rows of a head.
-
-    Grid: heads, tiles of rows, batch. row_terms and p_own have the layout of lse.
-    """
-    head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    start, local = tl.program_id(1) * M, tl.arange(0, M)
-    there = start + local < rows
-    query = head_tile(
-        q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN
-    ).to(tl.float32)
-    product = tl.sum(
-        query
-        * head_tile(
-            k, batch, head, k_batch, k_head, k_row, first + start, keys, M, WIDTH, PADDED, ALIGN
-        ).to(tl.float32),
-        1,
-    )
-    grad = head_tile(
-        d_out, batch, head, d_out_batch, d_out_head, d_out_row, start, rows, M, WIDTH, PADDED, ALIGN
-    ).to(tl.float32)
-    row_term = tl.sum(
-        grad
-        * head_tile(
-            out, batch, head, out_batch, out_head, out_row, start, rows, M, WIDTH, PADDED, ALIGN
-        ).to(tl.float32),
-        1,
-    )
-    if bias is not None:
-        at = (
-            bias
-            + batch * bias_batch
-            + head * bias_head
-            + (tl.cast(start, tl.int64) + local) * bias_row
-            + first
-            + start
-            + local
-        )
-        product += tl.load(at, mask=there, other=0.0).to(tl.float32)
-    row = batch * lse_batch + head * lse_head + start + local
-    weight = tl.exp2(
-        product * scale
-        + tl.load(alone) * LOG2_E
-        - tl.load(lse + row, mask=there, other=float("inf"))
-    )
-    tl.store(row_terms + row, row_term, mask=there)
-    tl.store(p_own + row, weight, mask=there)
-
-
-@triton.jit
 def _dq_kernel(
-    q, k, bias, slopes, alone, valid, out, d_out, lse, row_terms, p_own, dq, d_alone, rows, keys,
-    first, scale, unit,
+    q, k, bias, slopes, alone, valid, out, d_out, lse, row_terms, dq, rows, keys, first,
+    scale, unit,
     q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
     out_batch, out_head, out_row,
     d_out_batch, d_out_head, d_out_row, dq_batch, dq_head, dq_row, lse_batch, lse_head,
@@ -112,19 +54,17 @@ def _dq_kernel(
     CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of M rows of a head.
+    """Compute dq and the row terms of M rows of a head.
 
     Grid: heads, tiles of rows (the last ones first), batch. ``scale`` includes log2(e), ``unit``
     does not.
 
-    The exact row term is sum_j p_ij dp_ij; row_terms holds o.do, which differs by rounding. The
-    difference is added to row_terms. The gradients computed with o.do are corrected: p_ii times the
-    difference is subtracted from that of ``alone`` (one number per program), and o times it from
-    dq, because sum_j p_ij k_j = o (keys are values).
+    The exact row term is sum_j p_ij dp_ij, which is stored; o.do, which is known before, differs by
+    rounding. dq computed with o.do is corrected by o times the difference, because sum_j p_ij k_j =
+    o (keys are values).
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    block = tl.num_programs(1) - 1 - tl.program_id(1)
-    start = block * M
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * M
     local = tl.arange(0, M)
     position = first + start + local
     own = position.to(tl.float32)
@@ -135,14 +75,15 @@ def _dq_kernel(
     )
     row, there = batch * lse_batch + head * lse_head + start + local, start + local < rows
     row_lse = tl.load(lse + row, mask=there, other=float("inf"))
-    row_term = tl.load(row_terms + row, mask=there, other=0.0)
+    out = of_head(out, batch, head, out_batch, out_head, tl.cast(start, tl.int64), out_row, ALIGN)
+    made = load_tile(out, out_row, rows - start, M, WIDTH, PADDED, True, ALIGN)
+    row_term = tl.sum(grad.to(tl.float32) * made.to(tl.float32), 1)
     k = of_head(k, batch, head, k_batch, k_head, ALIGN=ALIGN)
     bias = of_head(bias, batch, head, bias_batch, bias_head, tl.cast(start, tl.int64), bias_row)
     valid = of_head(valid, batch, 0, valid_batch, 0)
     own_valid = good_at(valid, position[:, None], keys)
     total = tl.zeros([M, PADDED], tl.float32)
     missing = tl.zeros([M], tl.float32)
-    d_own = tl.zeros([M], tl.float32)
     end = keys
     common = 0
     if CAUSAL:
@@ -155,39 +96,33 @@ def _dq_kernel(
         added = None
         if bias is not None:
             added = bias_tile(bias, bias_row, local[:, None], rows - start, key[None, :], keys)
-        at, edge = key.to(tl.float32)[None, :], n + N > common
         _, d_scores = _weights(
-            query, key_tile, grad, key_tile, added, None, own[:, None], at, keys, slope, own_bias,
-            scale, own_valid,
-            good_at(valid, key[None, :], keys), row_lse[:, None], row_term[:, None], edge, CAUSAL,
+            query, key_tile, grad, key_tile, added, None, own[:, None],
+            key.to(tl.float32)[None, :], keys, slope, own_bias, scale, own_valid,
+            good_at(valid, key[None, :], keys), row_lse[:, None], row_term[:, None],
+            n + N > common, CAUSAL,
         )  # fmt: skip
         missing += tl.sum(d_scores, 1)
-        if edge:
-            d_own += tl.sum(tl.where(own[:, None] == at, d_scores, 0.0), 1)
         total = tl.dot(d_scores.to(key_tile.dtype), key_tile, total, input_precision="ieee")
-    tl.debug_barrier()  # other threads load the row terms than store them
     tl.store(row_terms + row, row_term + missing, mask=there)
-    program = (batch * tl.num_programs(0) + head) * tl.num_programs(1) + block
-    tl.store(
-        d_alone + program, tl.sum(d_own - tl.load(p_own + row, mask=there, other=0.0) * missing, 0)
-    )
-    total -= missing[:, None] * head_tile(
-        out, batch, head, out_batch, out_head, out_row, start, rows, M, WIDTH, PADDED, ALIGN
-    ).to(tl.float32)
+    made = load_tile(out, out_row, rows - start, M, WIDTH, PADDED, True, ALIGN)
+    total -= missing[:, None] * made.to(tl.float32)
     at = of_head(dq, batch, head, dq_batch, dq_head, tl.cast(start, tl.int64), dq_row, ALIGN)
     store_tile(at, dq_row, rows - start, total * unit, M, WIDTH, PADDED, ALIGN)
 
 
 @triton.jit
 def _dk_kernel(
-    q, k, bias, slopes, alone, valid, d_out, lse, row_terms, dk, rows, keys, first, scale, unit,
+    q, k, bias, slopes, alone, valid, d_out, lse, row_terms, dk, d_alone, rows, keys, first, scale,
+    unit,
     q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
     d_out_batch, d_out_head, d_out_row, dk_batch, dk_head, dk_row, lse_batch, lse_head,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAUSAL: tl.constexpr, ADD: tl.constexpr,
     STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the part of dk of N keys of a head that these rows give; ADD: add it to dk.
+    """Compute the part of dk of N keys of a head that these rows give; ADD: add it to dk. Also
+    compute their part of ``alone``'s gradient, one number per program.
 
     Grid: heads, tiles of keys from the first, which most rows see, batch.
     """
@@ -208,6 +143,7 @@ def _dk_kernel(
     valid = of_head(valid, batch, 0, valid_batch, 0)
     key_valid = good_at(valid, key[:, None], keys)
     dk = of_head(dk, batch, head, dk_batch, dk_head, tl.cast(first_key, tl.int64), dk_row, ALIGN)
+    d_own = tl.zeros([N], tl.float32)
     total = tl.zeros([N, PADDED], tl.float32)
     if ADD:
         total = load_tile(dk, dk_row, keys - first_key, N, WIDTH, PADDED, True, ALIGN)
@@ -235,14 +171,18 @@ def _dk_kernel(
                 keys,
             )
         own_valid = good_at(valid, (first + row)[None, :], first + rows)
+        own = (first + row).to(tl.float32)[None, :]
         weights, d_scores = _weights(
-            key_tile, query, key_tile, grad, added, None, (first + row).to(tl.float32)[None, :],
-            position, keys, slope, own_bias, scale,
-            own_valid, key_valid, row_lse[None, :], row_term[None, :], edge, CAUSAL,
+            key_tile, query, key_tile, grad, added, None, own, position, keys, slope, own_bias,
+            scale, own_valid, key_valid, row_lse[None, :], row_term[None, :], edge, CAUSAL,
         )  # fmt: skip
+        if edge:
+            d_own += tl.sum(tl.where(own == position, d_scores, 0.0), 1)
         total = tl.dot(weights.to(grad.dtype), grad, total, input_precision="ieee")
         total = tl.dot((d_scores * unit).to(query.dtype), query, total, input_precision="ieee")
     store_tile(dk, dk_row, keys - first_key, total, N, WIDTH, PADDED, ALIGN)
+    program = (batch * tl.num_programs(0) + head) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(d_alone + program, tl.sum(d_own, 0))
 
 
 @triton.jit
@@ -328,41 +268,32 @@ def _d_bias_kernel(
 
 def d_queries(
     part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Tensor, dq: Tensor
-) -> Tensor:
-    """Write a part's dq and row terms (layout of lse) and return the gradient of ``alone``, [].
-
-    Call it before `d_keys` and `d_pairs`.
-    """
+) -> None:
+    """Write a part's dq and row terms (layout of lse). Call it before `d_keys` and `d_pairs`."""
     b, heads, rows, width = part.q.shape
-    p_own = torch.empty_strided(lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
-    sizes = sizes_of(_rows_kernel, part.q.dtype, width)
-    _rows_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](
-        *part.pointers(), out, d_out, lse, row_terms, p_own, *part.numbers(), *part.strides(out,
-        d_out), *lse.stride()[:2],
-        **part.constants(sizes, out, d_out),
-    )  # fmt: skip
     sizes = sizes_of(_dq_kernel, part.q.dtype, width)
-    grid = (heads, triton.cdiv(rows, sizes.rows), b)
-    d_alone = lse.new_empty(b * heads * grid[1])
-    _dq_kernel[grid](
-        *part.pointers(), out, d_out, lse, row_terms, p_own, dq, d_alone, *part.numbers(),
-        part.scale, *part.strides(out, d_out, dq),
-        *lse.stride()[:2], **part.constants(sizes, out, d_out, dq),
+    _dq_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](
+        *part.pointers(), out, d_out, lse, row_terms, dq, *part.numbers(), part.scale,
+        *part.strides(out, d_out, dq), *lse.stride()[:2], **part.constants(sizes, out, d_out, dq),
     )  # fmt: skip
-    return d_alone.sum()
 
 
 def d_keys(
     part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor, dk: Tensor, *, add: bool
-) -> None:
-    """Write the part of dk [b, heads, keys, r] that a part's rows give, or add it to dk."""
+) -> Tensor:
+    """Write the part of dk [b, heads, keys, r] that a part's rows give, or add it to dk. Return
+    their part of the gradient of ``alone``, [].
+    """
     b, heads, _, width = part.q.shape
     sizes = sizes_of(_dk_kernel, part.q.dtype, width)
-    _dk_kernel[(heads, triton.cdiv(part.k.shape[2], sizes.keys), b)](
-        *part.pointers(), d_out, lse, row_terms, dk, *part.numbers(), part.scale,
+    grid = (heads, triton.cdiv(part.k.shape[2], sizes.keys), b)
+    d_alone = lse.new_empty(b * heads * grid[1])
+    _dk_kernel[grid](
+        *part.pointers(), d_out, lse, row_terms, dk, d_alone, *part.numbers(), part.scale,
         *part.strides(d_out, dk), *lse.stride()[:2],
         ADD=add, **part.constants(sizes, d_out, dk),
     )  # fmt: skip
+    return d_alone.sum()
 
 
 def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor:

@@ -97,14 +97,12 @@ class Part(NamedTuple):
         }
 
 
-# Block sizes of each kernel in bfloat16, for heads up to 64, 128 and 256 wide. The last kernel
-# computes only the pair of each row with itself.
+# Block sizes of each kernel in bfloat16, for heads up to 64, 128 and 256 wide.
 BLOCKS = {
     "_forward_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
     "_dq_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 32, 8, 1)),
     "_dk_kernel": (Blocks(32, 128, 8, 2), Blocks(32, 128, 8, 3), Blocks(64, 16, 8, 1)),
     "_d_bias_kernel": (Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2)),
-    "_rows_kernel": (Blocks(64, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
 }
 
 

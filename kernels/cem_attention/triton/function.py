@@ -2,7 +2,8 @@
 part of the scores.
 
 The backward keeps the inputs, in their own dtypes, the output and one number per row and head. The
-diagonal part C_ij = h_j . (d u_i) is computed for some rows at a time. In bfloat16, C and its
+diagonal part C_ij = h_j . (d u_i) is computed for some rows at a time; d is None for one C, h_j .
+u_i, which all heads share. In bfloat16, C and its
 gradient are bfloat16, rounded once from float32 sums. A head reads C once in the forward and three
 times in the backward.
 """
@@ -34,9 +35,7 @@ class Read(torch.autograd.Function):
         q, k = rows_of(q), rows_of(k)
         ctx.scale, ctx.causal = scale, causal
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        for sequences, rows in diagonal_parts(
-            len(q), 0 if d is None else len(d), q.shape[2], k.shape[2]
-        ):
+        for sequences, rows in diagonal_parts(len(q), _matrices(u, d), q.shape[2], k.shape[2]):
             part = _part((q, k, u, h, d, slopes, alone, scale, causal, valid), sequences, rows)
             attend(part, out[sequences, :, rows], lse[sequences, :, rows])
         ctx.save_for_backward(q, k, u, h, d, slopes, alone, valid, out, lse)
@@ -50,19 +49,18 @@ class Read(torch.autograd.Function):
         (d_out,) = grads
         d_out = rows_of(d_out)
         (b, _, t, _), tk = q.shape, k.shape[2]
-        pieces = list(diagonal_parts(b, 0 if d is None else len(d), t, tk))
+        pieces = list(diagonal_parts(b, _matrices(u, d), t, tk))
         # If the rows are cut, several parts add to the same keys.
         cut = len({rows.start for _, rows in pieces}) > 1
-        dq, row_terms, d_alone = torch.empty_like(q), torch.empty_like(lse), torch.zeros_like(alone)
+        dq, row_terms, d_alone = torch.empty_like(q), torch.empty_like(lse), None
         dk = torch.zeros_like(k, dtype=torch.float32) if cut else torch.empty_like(k)
-        du = dh = dd = None
-        if d is not None:
-            du, dd = torch.empty_like(u), torch.zeros_like(d, dtype=torch.float32)
-            dh = (
-                torch.zeros_like(h, dtype=torch.float32)
-                if cut or len(d) > 1
-                else torch.empty_like(h)
-            )
+        several = d is not None
+        dd = torch.zeros_like(d, dtype=torch.float32) if several else None
+        du = None if u is None else torch.empty_like(u)
+        dh = None
+        if h is not None:
+            wide = cut or several
+            dh = torch.zeros_like(h, dtype=torch.float32) if wide else torch.empty_like(h)
         for sequences, rows in pieces:
             part = _part(
                 (q, k, u, h, d, slopes, alone, ctx.scale, ctx.causal, valid), sequences, rows
@@ -73,9 +71,10 @@ class Read(torch.autograd.Function):
                 lse[sequences, :, rows],
                 row_terms[sequences, :, rows],
             )
-            d_alone += d_queries(part, out[sequences, :, rows], *given, dq[sequences, :, rows])
-            d_keys(part, *given, dk[sequences, :, :end], add=cut)
-            if du is not None and dh is not None and dd is not None:
+            d_queries(part, out[sequences, :, rows], *given, dq[sequences, :, rows])
+            d_part = d_keys(part, *given, dk[sequences, :, :end], add=cut)
+            d_alone = d_part if d_alone is None else d_alone + d_part
+            if du is not None and dh is not None:
                 d_bias = d_pairs(part, *given)
                 diagonal_gradients(
                     d_bias, u[sequences, rows], h[sequences, :end], d, part.first, ctx.causal,
@@ -91,7 +90,7 @@ def _part(given: tuple[Any, ...], sequences: slice, rows: slice) -> Part:
     first = rows.start + k.shape[2] - q.shape[2]
     end = first + rows.stop - rows.start if causal else k.shape[2]
     c = None
-    if u is not None and h is not None and d is not None:
+    if u is not None and h is not None:
         c = diagonal_scores(u[sequences, rows], h[sequences, :end], d, first, causal)
     seen = None if valid is None else valid[sequences]
     return Part(
@@ -127,21 +126,28 @@ def diagonal_parts(b: int, diagonals: int, t: int, tk: int) -> Iterator[tuple[sl
         )
 
 
-def weighted(u: Tensor, d: Tensor) -> Tensor:
-    """Return u [b, rows, D] times one diagonal d [D], in u's dtype."""
+def _matrices(u: Tensor | None, d: Tensor | None) -> int:
+    """Return the number of C matrices of a sequence."""
+    return 0 if u is None else 1 if d is None else len(d)
+
+
+def weighted(u: Tensor, d: Tensor | None) -> Tensor:
+    """Return u [b, rows, D] times one diagonal d [D] (None: u itself), in u's dtype."""
+    if d is None:
+        return u
     return torch.mul(u, d, out=torch.empty(u.shape, dtype=u.dtype, device=u.device))
 
 
-def diagonal_scores(u: Tensor, h: Tensor, d: Tensor, first: int, causal: bool) -> Tensor:
+def diagonal_scores(u: Tensor, h: Tensor, d: Tensor | None, first: int, causal: bool) -> Tensor:
     """Return C [b, diagonals, rows, keys] of u [b, rows, D] at the positions from ``first`` on, h
-    [b, keys, D], d [diagonals, D].
+    [b, keys, D], d [diagonals, D], or None for one C = u h^T.
 
     If causal, some terms above the diagonal are not written. The stride between rows is a multiple
     of 16 terms, for wide loads.
     """
     (b, rows, _), keys = u.shape, h.shape[1]
-    c = u.new_empty(b, len(d), rows, -(-keys // 16) * 16)[..., :keys]
-    for n, each in enumerate(d):
+    c = u.new_empty(b, _matrices(u, d), rows, -(-keys // 16) * 16)[..., :keys]
+    for n, each in enumerate([None] if d is None else d):
         left = weighted(u, each)
         for start in range(0, rows, STRIP):
             stop = min(start + STRIP, rows)
@@ -154,41 +160,39 @@ def diagonal_gradients(
     d_bias: Tensor,
     u: Tensor,
     h: Tensor,
-    d: Tensor,
+    d: Tensor | None,
     first: int,
     causal: bool,
     du: Tensor,
     dh: Tensor,
-    dd: Tensor,
+    dd: Tensor | None,
     *,
     add: bool,
 ) -> None:
-    """Write du, write dh or add to it, and add to dd.
+    """Write du; write dh, or add to it if ``add`` or with d; and add to dd, if given.
 
     du [b, rows, D], dh [b, keys, D] (float32 if it is added to), dd [diagonals, D] (float32).
     d_bias [b, diagonals, rows, keys] is zero above the diagonal if causal.
     """
-    rows, keys, several = u.shape[1], h.shape[1], len(d) > 1
-    total = u.new_zeros(u.shape, dtype=dd.dtype) if several else du
-    for n, each in enumerate(d):
-        d_left = torch.empty_like(u)
+    rows, keys = u.shape[1], h.shape[1]
+    total = None if dd is None else torch.zeros_like(u, dtype=dd.dtype)
+    for n, each in enumerate([None] if d is None else d):
+        d_left = du if total is None else torch.empty_like(u)
         for start in range(0, rows, STRIP):
             stop = min(start + STRIP, rows)
             end = stop + first if causal else keys
             torch.bmm(d_bias[:, n, start:stop, :end], h[:, :end], out=d_left[:, start:stop])
-        dd[n] += (d_left * u).sum((0, 1), dtype=dd.dtype)
-        if several:
+        if total is not None and dd is not None:
+            dd[n] += (d_left * u).sum((0, 1), dtype=dd.dtype)
             total.addcmul_(d_left, each)
-        else:
-            torch.mul(d_left, each, out=du)
         left = weighted(u, each)
         for start in range(0, keys, STRIP):
             stop = min(start + STRIP, keys)
             seen_from = max(0, start - first) if causal else 0
             given = d_bias[:, n, seen_from:, start:stop].mT, left[:, seen_from:]
-            if add or several:
+            if add or total is not None:
                 dh[:, start:stop] += torch.bmm(*given)
             else:
                 torch.bmm(*given, out=dh[:, start:stop])
-    if several:
+    if total is not None:
         du.copy_(total)

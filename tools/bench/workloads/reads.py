@@ -51,8 +51,7 @@ def _cem_inputs(draw: Draw, size: Size) -> Inputs:
     return {
         **queries_and_keys(draw, size),
         "slopes": slopes,
-        "self_bias": draw.normal(1, wide=True),
-        "cross_bias": draw.normal(1, wide=True),
+        "own_bias": draw.normal(1, wide=True),
         "u": draw.normal(size.batch, size.tokens, width),
         "h": draw.normal(size.batch, size.tokens, width),
         "d": draw.normal(1, width, change=lambda x: 0.01 * x),

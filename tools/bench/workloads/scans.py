@@ -25,6 +25,7 @@ from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
 from kernels.fem_projection import fem_projection
 from kernels.gated_delta_rule import gated_delta_rule
+from kernels.gated_silu import gated_silu
 from kernels.implementations import VARIABLE
 from kernels.linear_attention import linear_attention
 from kernels.residual_norm import residual_norm
@@ -158,6 +159,15 @@ def _norms(inputs: Inputs, implementation: str) -> Outputs:
     return h, u
 
 
+def _gated_inputs(draw: Draw, size: Size) -> Inputs:
+    shape = (size.tokens, size.batch, size.heads * size.value)
+    return {"z": draw.normal(*shape), "gate": draw.normal(*shape)}
+
+
+def _gated(inputs: Inputs, implementation: str) -> Outputs:
+    return gated_silu(**inputs, implementation=implementation)
+
+
 def _projection_inputs(draw: Draw, size: Size) -> Inputs:
     """Return the inputs for FEM over a softmax prior.
 
@@ -278,6 +288,13 @@ SCANS = (
         inputs=_norm_inputs,
         call=_norms,
         value=128,
+        small=(2, 32, 4),
+    ),
+    Workload(
+        name="gated_silu",
+        op="gated_silu",
+        inputs=_gated_inputs,
+        call=_gated,
         small=(2, 32, 4),
     ),
     Workload(
