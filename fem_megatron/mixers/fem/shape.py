@@ -268,16 +268,14 @@ class FemShape(Shape):
         read = value * (2 if self.free_energy else 1)
         if not cuda:
             query, unpadded, read = max(query, read), read, max(query, read)
-        own_slices = cuda and bool(
-            self.conditioner or self.prior.rope or self.temperature or self.gate
-        )
+        own_slices = bool(self.conditioner or self.prior.rope or self.temperature or self.gate)
         reads_packed_values = not self.free_energy and not own_slices and (cuda or read == unpadded)
         terms = {
             "projection": self._projection_keeps(training),
             "rope": WIDE * qk_head / training.micro_batch if self.prior.rope else 0.0,
             "attention": e * (2 * query + read + (0 if reads_packed_values else read))
             + WIDE * self.heads / t,
-            "packed": e * packed if cuda or self.gate or reads_packed_values else 0.0,
+            "packed": e * packed if cuda or reads_packed_values else e * value * self.gate,
             "gates": value
             * (
                 e * (self.temperature + self.gate)
@@ -290,17 +288,18 @@ class FemShape(Shape):
         }
         # A GPU's kernel keeps its arguments, so its results are counted in this term.
         if self.prior.qk_norm:
-            terms["qk_norm"] = (
-                qk_norms_keep(training, qk_head, 2 * self.heads) / t
-                + e * 2 * self.heads * qk_head / t * cuda
-            )
+            terms["qk_norm"] = qk_norms_keep(
+                training, qk_head, 2 * self.heads
+            ) / t + e * 2 * self.heads * qk_head / t * (cuda or (own_slices and not narrow))
             terms["rope"] = e * qk_head / training.micro_batch if self.prior.rope else 0.0
         if self.conditioner:
             terms["conditioner"] = self._conditioner_keeps(training)
             terms["scaling"] = 0.0 if cuda else e * 2 * packed
         if training.again:
             slices = 1 + self.temperature + self.gate
-            terms |= {"packed": e * packed, "gates": 0.0, "out_proj": training.operand * value}
+            whole = cuda or not own_slices  # otherwise the gate's logit and its softplus
+            terms["packed"] = e * (packed if whole else 2 * value * self.gate)
+            terms |= {"gates": 0.0, "out_proj": training.operand * value}
             terms["attention"] = (
                 e * 2 * self.heads * qk_head / t + (e * slices + 2 * narrow * self.gate) * value
             )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,9 +33,11 @@ class Results(NamedTuple):
     gradients: Tensor
 
 
-def results(model: Any, region: AbstractContextManager[Any] | None = None) -> Results:
+def results(
+    model: Any, region: AbstractContextManager[Any] | None = None, seed: int = 1
+) -> Results:
     """Return the results of a call; the backward pass is outside the region."""
-    ids = tokens(2, 40)
+    ids = tokens(2, 40, seed=seed)
     with region or nullcontext():
         out = model.train()(ids, labels=ids)
     out.loss.backward()
@@ -45,10 +48,10 @@ def results(model: Any, region: AbstractContextManager[Any] | None = None) -> Re
 
 
 @functools.cache
-def plain(name: str, dtype: torch.dtype = torch.float32) -> Results:
+def plain(name: str, dtype: torch.dtype = torch.float32, seed: int = 1) -> Results:
     """Return the results of the model with weights of a dtype, outside the caller's regions."""
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        return results(here(name, torch.float32).to(dtype))
+        return results(here(name, torch.float32).to(dtype), seed=seed)
 
 
 def error(name: str, dtype: torch.dtype, which: str = "logits") -> float:
@@ -61,15 +64,22 @@ def test_autocast_is_as_close_as_bfloat16_weights(name: str) -> None:
     """It rounds the same products and keeps the residual stream, so its error is smaller up to
     chance: a quarter.
 
-    Errors of gradients have long tails where a relu or a solve is near its edge: mha2nd's in this
-    test is 3.3 times bfloat16's, and half of it in the median over eight texts.
+    Errors of gradients have long tails where a relu or a solve is near its edge (up to 7 times
+    bfloat16's for one of twelve texts): the median over five texts is compared.
     """
     found, wanted = results(here(name), autocast()), plain(name)
     assert abs(found.loss - wanted.loss) <= BFLOAT16 * wanted.loss
     assert relative(found.logits, wanted.logits) <= 1.25 * error(name, torch.bfloat16)
-    assert relative(found.gradients, wanted.gradients) <= 4 * error(
-        name, torch.bfloat16, "gradients"
-    )
+    errors = [
+        (
+            relative(results(here(name), autocast(), seed).gradients, exact),
+            relative(plain(name, torch.bfloat16, seed).gradients, exact),
+        )
+        for seed in range(1, 6)
+        for exact in (plain(name, seed=seed).gradients,)
+    ]
+    mixed, narrow = (median(each) for each in zip(*errors, strict=True))
+    assert mixed <= 2 * narrow
 
 
 @pytest.mark.parametrize("name", EACH)
