@@ -111,7 +111,7 @@ def _definition(x: Inputs) -> Outputs:
     q, k, turn = x["q"], x["k"], x.get("turn")
     temperature, newton = (x[name][:, None, None] for name in ("temperature", "newton_temperature"))
     t, tk, kind = q.shape[2], k.shape[2], q.dtype
-    turn = None if turn is None else turn.to(kind)
+    turn = None if turn is None else turn.detach().to(kind)
     seen = allowed_pairs(
         torch.arange(tk - t, tk, device=q.device), tk, x.get("causal", True), x.get("valid")
     )

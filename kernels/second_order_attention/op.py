@@ -59,7 +59,8 @@ def second_order_attention(
     unchecked: a check would wait for the device), valid [b, tk] bool, False at padding, turn
     [1 or b, 1, t, d]: (cos | sin) of the rotation R of each query's position. With turn, k must be
     rotated by its own position, the energy is |R q - k_i|^2 / 2, and r, C and b are in q's own
-    frame, with R^-1 k_i in place of k_i, so that they depend on differences of positions.
+    frame, with R^-1 k_i in place of k_i, so that they depend on differences of positions; turn gets
+    no gradient.
     jitter: this multiple of the mean of G's diagonal is added to the diagonal before the
     factorisation.
     Returns [b, h, t, d] in q's dtype. A token at padding sees itself alone, and no other token sees
@@ -97,7 +98,7 @@ def second_order_attention(
         gram.to(compute),
         temperature.to(compute),
         newton_temperature.to(compute),
-        None if turn is None else turn.to(compute),
+        None if turn is None else turn.detach().to(compute),
     )
     reasons = {
         "the exact step solves a system for each token": exact,

@@ -217,6 +217,10 @@ class Form:
             name: axis for name, axis in self.rows.all.items() if isinstance(x.get(name), Tensor)
         }
 
+    def trained(self, x: Inputs) -> dict[str, int]:
+        """Return `tokens` without the rotation's cos and sin, which get no gradient."""
+        return {name: axis for name, axis in self.tokens(x).items() if name != "turn"}
+
     def taken(self, x: Inputs, reading: Any, read: Any = None) -> Inputs:
         """Return x with a selection of rows (a slice or indices).
 

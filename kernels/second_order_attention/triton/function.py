@@ -1,4 +1,4 @@
-"""MHA2nd1st's step around `forward`'s two flash passes in Triton, and their backward.
+"""MHA2nd1st's step of `forward`'s two flash passes and of `rows` in Triton, and its backward.
 
 For each pass, one kernel runs over blocks of queries and one over blocks of keys. With g the
 gradient of kbar, or of C u, e_i = g.c_i and w_i = u.c_i (`forward` defines the symbols), and sums
@@ -14,8 +14,8 @@ This holds because the derivative of p is da, and those of kbar inside c cancel:
 Likewise sum da = 0, so that c can replace k, and the score less its mean under p can replace the
 score: for a large T, the result dT is small compared with its terms. For rounded weights, the sum
 of the rounded ones is subtracted, as in the forward. dT is a partial sum per query. All kernels
-work in the frame to which k is rotated: the rotation is linear, so q, u and the reads are rotated
-outside the kernels.
+work in the frame to which k is rotated; `rows` rotates u and the reads, and multiplies by G and
+G^-1.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.fem_attention.triton.epilogue import row_term
-from kernels.second_order_attention.reference import in_own_frame, residual, rotated, solve_gram
+from kernels.arguments import without_autocast
+from kernels.rotary import rotary
+from kernels.second_order_attention.reference import solve_gram
 from kernels.second_order_attention.triton.forward import FLOAT32, SMALL, launch, means, second
+from kernels.second_order_attention.triton.rows import after, between, matrix_gradient
+from kernels.second_order_attention.triton.rows import gradients as read_gradients
 from kernels.tiles import (
     Blocks,
     empty_as,
@@ -52,109 +55,96 @@ def first_order_step(q, k, gram, temperature, newton, turn, *, causal, valid, ji
     """Return r + G^-1 (C / T') G r as `reference.step` without exact: [b, h, t, d] in q's dtype.
 
     q and k are float32 or bfloat16, the other tensors float32. Products of q, k, u and gradients
-    are in q's dtype, sums over keys, r, u and the system in float32.
+    are in q's dtype, sums over keys, r, and products with G and G^-1 in float32.
     """
-    own = q.to(torch.float32)
-    turned, k = rows_of(rotated(own, turn).to(k.dtype)), rows_of(k)
-    with torch.no_grad():
+    return _Step.apply(q, k, gram, temperature, newton, turn, causal, valid, jitter)
+
+
+class _Step(torch.autograd.Function):
+    """`first_order_step` as an autograd function."""
+
+    @staticmethod
+    def forward(ctx, q, k, gram, temperature, newton, turn, causal, valid, jitter):
+        q, k, gram, newton = rows_of(q), rows_of(k), gram.contiguous(), newton.contiguous()
+        turned = q
+        if turn is not None:
+            cos, sin = turn.permute(2, 0, 1, 3).chunk(2, dim=-1)
+            turned = rotary(q.permute(2, 0, 1, 3), None, cos, sin)[0].permute(1, 2, 0, 3)
+            turn = rows_of(turn).expand(len(q), -1, -1, -1)
         half = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).square() / 2
         factors = math.log2(math.e) / temperature
-    mean, levels = _Means.apply(turned, k, temperature, half, factors, valid, causal)
-    r, u = residual(own, mean, gram, turn)
-    product = _Second.apply(
-        turned, k, u, temperature, half, factors, mean.detach(), levels, valid, causal
-    )
-    return (r + solve_gram(gram, in_own_frame(product, newton, turn), jitter)).to(q.dtype)
-
-
-class _Means(torch.autograd.Function):
-    """`means` as an autograd function, differentiable in q, k and T.
-
-    log-sum-exp and mean score have no gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, temperature, half, factors, valid, causal):
-        mean, levels = means(q, k, half, factors, valid, causal)
-        ctx.save_for_backward(q, k, half, factors, mean, levels, valid)
-        ctx.causal = causal
-        ctx.mark_non_differentiable(levels)
-        return mean, levels
+        eye = torch.eye(q.shape[3], device=q.device).expand(1, *gram.shape)
+        inverse = solve_gram(gram, eye, jitter)[0].contiguous()
+        mean, levels = means(turned, k, half, factors, valid, causal)
+        u = between(q, mean, gram, turn)
+        read, centre = second(turned, k, u, half, factors, mean, levels[0], valid, causal)
+        ctx.save_for_backward(
+            q, turned, k, half, factors, valid, mean, levels, u, read, centre, gram, inverse,
+            newton, turn,
+        )  # fmt: skip
+        ctx.causal, ctx.jitter = causal, jitter
+        return after(q, mean, read, inverse, newton, turn)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_mean, _):
-        q, k, half, factors, mean, levels, valid = ctx.saved_tensors
-        g = d_mean.to(q.dtype).contiguous()
-        d_q, d_k, _, d_temperature = gradients(
-            q, k, None, g, half, factors, mean, levels, None, None, valid, ctx.causal
-        )
-        return d_q, d_k, d_temperature, None, None, None, None
+    @without_autocast
+    def backward(ctx, d_out):
+        (
+            q, turned, k, half, factors, valid, mean, levels, u, read, centre, gram, inverse,
+            newton, turn,
+        ) = ctx.saved_tensors  # fmt: skip
+        d_out = rows_of(d_out)
+        pairs, heats = (turned, k, half, factors, valid, mean, levels), torch.empty_like(levels)
+        d_q, d_k = q.new_empty(q.shape), empty_as(k)
+        g, terms = read_gradients(d_out, read, mean, inverse, newton, turn)
+        d_newton = -terms[1].sum((0, 2)) / newton
+        d_u = gradients(*pairs, g, terms, u, centre, d_q, d_k, heats[0], ctx.causal)
+        g, terms = read_gradients(d_out, d_u, mean, gram, None, turn)
+        gradients(*pairs, g, terms, None, None, d_q, d_k, heats[1], ctx.causal)
+        d_system = matrix_gradient(d_out, None, read, turn) / newton[:, None, None]
+        d_system = inverse @ d_system @ inverse
+        jitters = (ctx.jitter * d_system.diagonal(dim1=1, dim2=2).mean(1))[:, None]
+        d_gram = matrix_gradient(q, mean, d_u, turn) - d_system
+        d_gram -= torch.diag_embed(jitters.expand(-1, q.shape[3]))
+        d_q = after(d_out, d_q, d_u, gram, None, turn)
+        return d_q, d_k, d_gram, heats.sum((0, 1, 3)), d_newton, None, None, None, None
 
 
-class _Second(torch.autograd.Function):
-    """C u, float32, differentiable in q, k, u and T.
+def gradients(
+    q, k, half, factors, valid, mean, levels, g, terms, u, centre, d_q, d_k, heats, causal
+):  # fmt: skip
+    """Write -dq, dk and the parts of dT for a gradient g of C u, and return du; or, with u and
+    centre None, add those for a gradient of kbar to -dq and dk, and return None.
 
-    kbar and the levels are results of the other pass and get no gradient. That is exact: C depends
-    on them through q, k and T alone, and its derivative is expressed in those.
+    As q: g, and d_q, contiguous both; terms: g's row terms with kbar and with C u; d_k as k; heats
+    [b, h, t]. The other arguments are as in the forward. du is float32.
     """
-
-    @staticmethod
-    def forward(ctx, q, k, u, temperature, half, factors, mean, levels, valid, causal):
-        u = u.to(q.dtype).contiguous()
-        read, centre = second(q, k, u, half, factors, mean, levels[0], valid, causal)
-        ctx.save_for_backward(q, k, u, half, factors, mean, levels, read, centre, valid)
-        ctx.causal = causal
-        return read
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_read):
-        q, k, u, half, factors, mean, levels, read, centre, valid = ctx.saved_tensors
-        g = d_read.to(q.dtype).contiguous()
-        d_q, d_k, d_u, d_temperature = gradients(
-            q, k, u, g, half, factors, mean, levels, read, centre, valid, ctx.causal
-        )
-        return d_q, d_k, d_u, d_temperature, None, None, None, None, None, None
-
-
-def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, causal):
-    """Return (dq, dk, du, dT) for a gradient g [b, h, t, d] of C u, or of kbar.
-
-    For kbar, u, read and centre are None, and du is None. g has q's dtype and is contiguous.
-    read, centre: the forward's results; the other arguments as in the forward. du is float32, dT
-    [h] float32.
-    """
-    t, d = q.shape[2:]
-    is_second = u is not None
-    d_q, d_k = empty_as(q), empty_as(k)
-    d_u = torch.empty_like(mean) if is_second else None
-    blocks = queries_blocks(q.dtype, d, is_second, valid is not None)
-    lse, average = levels
-    heats, g_centre = torch.empty_like(lse), row_term(g, mean)
-    g_read = None if read is None else row_term(g, read)
+    (t, d), is_second, (lse, average) = q.shape[2:], u is not None, levels
+    d_u, g_read = (torch.empty_like(mean), terms[1]) if is_second else (None, None)
     launch(
-        _queries_kernel, blocks, t, q, k, valid, causal,
-        q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u,
-        heats, *d_q.stride()[:3],
+        _queries_kernel, queries_blocks(q.dtype, d, is_second, valid is not None), t, q, k, valid,
+        causal,
+        q, k, u, g, half, factors, valid, mean, lse, average, centre, terms[0], g_read, d_q, d_u,
+        heats,
     )  # fmt: skip
     launch(
         _keys_kernel, keys_blocks(q.dtype, d, is_second, valid is not None), k.shape[2], q, k,
         valid, causal,
-        q, k, u, g, half, factors, valid, lse, centre, g_centre, g_read, d_k, *d_k.stride()[:3],
+        q, k, u, g, half, factors, valid, lse, centre, terms[0], g_read, d_k, *d_k.stride()[:3],
     )  # fmt: skip
-    return d_q, d_k, d_u, heats.sum((0, 2))
+    return d_u
 
 
 @triton.jit
 def _queries_kernel(
     q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats,
-    d_q_b, d_q_h, d_q_t,
     heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr,
     OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq and du of a block of queries, and their part of dT. u None: the pass for kbar."""
+    """Compute -dq and du of a block of queries, and their part of dT. u None: the pass for kbar,
+    which adds to the other's -dq.
+    """
     b, h, head_of_all, start = place(heads, t, OWN)
     k += b * k_b + h * k_h
     half += head_of_all * tk
@@ -212,16 +202,10 @@ def _queries_kernel(
     inverse = factor * LN_2
     tl.store(heats + first + local, heat * (-LN_2 * inverse), mask=local < left)
     middle = load_tile(mean + at, WIDTH, left, OWN, WIDTH, PADDED)
-    made = (q_found - q_sum[:, None] * middle) * inverse
-    store_tile(
-        d_q + b * d_q_b + h * d_q_h + start.to(tl.int64) * d_q_t,
-        d_q_t,
-        left,
-        made,
-        OWN,
-        WIDTH,
-        PADDED,
-    )
+    made = (q_sum[:, None] * middle - q_found) * inverse
+    if u is None:
+        made += load_tile(d_q + at, WIDTH, left, OWN, WIDTH, PADDED)
+    store_tile(d_q + at, WIDTH, left, made, OWN, WIDTH, PADDED)
     if u is not None:
         store_tile(d_u + at, WIDTH, left, u_found - u_sum[:, None] * middle, OWN, WIDTH, PADDED)
 
@@ -233,7 +217,9 @@ def _keys_kernel(
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr,
     OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk of a block of keys, over the queries that see them. u None: the pass for kbar."""
+    """Compute dk of a block of keys, over the queries that see them. u None: the pass for kbar,
+    which adds to the other's dk.
+    """
     blocks = tl.cdiv(tk, OWN)
     head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = head_of_all // heads, head_of_all % heads
@@ -288,26 +274,21 @@ def _keys_kernel(
         total += tl.sum(rounded.to(tl.float32), 1)
         found = tl.dot(rounded, queries, found, input_precision="ieee")
     found -= total[:, None] * keys.to(tl.float32)
-    store_tile(
-        d_k + b * d_k_b + h * d_k_h + start.to(tl.int64) * d_k_t,
-        d_k_t,
-        left,
-        found,
-        OWN,
-        WIDTH,
-        PADDED,
-    )
+    here = b * d_k_b + h * d_k_h + start.to(tl.int64) * d_k_t
+    if u is None:
+        found += load_tile(d_k + here, d_k_t, left, OWN, WIDTH, PADDED)
+    store_tile(d_k + here, d_k_t, left, found, OWN, WIDTH, PADDED)
 
 
 def queries_blocks(dtype, width, is_second, padding):
     """Return the block sizes of the kernel over queries."""
     narrow = Blocks(128, 32 if is_second and padding else 64, 8, 2)
-    # With a second stage, the two sums of C u would not fit the registers.
+    # With another stage, the sums would not fit the registers, for kbar those of sm_80.
     return fitting(
         dtype,
         SMALL,
         FLOAT32,
-        narrow if padded(width) <= 64 else Blocks(128, 32, 8, 1 if is_second else 3),
+        narrow if padded(width) <= 64 else Blocks(128, 32, 8, 1 if is_second else 2),
     )
 
 
