@@ -176,6 +176,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """Compute u of some rows if read is None, else o."""
     b, h, head_of_all, start = place(heads, t, ROWS)
+    start = start.to(tl.int64)
     left, at = t - start, (head_of_all * t + start) * WIDTH
     turn = of_head(turn, b, 0, turn_b, 0, start, turn_t)
     matrix += h * WIDTH * WIDTH
@@ -210,6 +211,7 @@ def _backward_kernel(
 ):  # fmt: skip
     """Compute the gradient of some rows of kbar if newton is None, else of C u."""
     b, h, head_of_all, start = place(heads, t, ROWS)
+    start = start.to(tl.int64)
     left, at = t - start, (head_of_all * t + start) * WIDTH
     turn = of_head(turn, b, 0, turn_b, 0, start, turn_t)
     matrix += h * WIDTH * WIDTH
@@ -250,7 +252,8 @@ def _matrix_kernel(
     channel = tl.program_id(1) * SOME
     made = tl.zeros([SOME, PADDED], tl.float32)
     more, low, last = made, made, made
-    for start in range(begin, tl.minimum(begin + SUMMED, t), ROWS):
+    for first_row in range(begin, tl.minimum(begin + SUMMED, t), ROWS):
+        start = tl.cast(first_row, tl.int64)
         left, at = t - start, (head_of_all * t + start) * WIDTH
         angles = of_head(turn, b, 0, turn_b, 0, start, turn_t)
         middle = None
