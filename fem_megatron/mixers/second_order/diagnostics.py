@@ -15,10 +15,8 @@ def observe(layer: SecondOrderAttention, sample: Sample) -> Quantities:
     The logits are (q.k - |k|^2 / 2) / T.
     """
     found, context = layer.diagnose(sample.x, sample.context, sample.tokens), sample.context
-    q, k = layer.project(rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps), context)
-    scores = log_weights(
-        rotated(wide(q), layer.turn(q, context)), wide(k), layer.temperatures()[0], None
-    )
+    q, k, turn = layer.project(rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps), context)
+    scores = log_weights(rotated(wide(q), turn), wide(k), layer.temperatures()[0], None)
     seen = allowed_pairs(sample.tokens, len(sample.tokens), context.causal, context.valid)
     return energies(
         "energy", found["free_energy_before"], found["free_energy_after"]
@@ -32,11 +30,11 @@ def observe_linear(layer: EnergyLinearAttention, sample: Sample) -> Quantities:
     """
     eps, context = layer.shape.norm_eps, sample.context
     before, after = (rms_norm(t, layer.norm.weight, eps) for t in (sample.x, sample.after))
-    _, k = layer.project(before, context)
+    _, k, _ = layer.project(before, context)
     seen = allowed_pairs(sample.tokens, len(sample.tokens), context.causal, context.valid)
     found = []
     for z in (before, after):
-        q, _ = layer.project(z, context)
-        energy = quadratic_energy(rotated(wide(q), layer.turn(q, context)), k, seen)
+        q, _, turn = layer.project(z, context)
+        energy = quadratic_energy(rotated(wide(q), turn), k, seen)
         found.append(layer.parallel.total(energy.sum(1)) / layer.shape.heads)
     return energies("energy", *found)

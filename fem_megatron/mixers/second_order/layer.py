@@ -19,7 +19,7 @@ from fem_megatron.context_parallel.scans import squares_before
 from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Update, normed, rms_norm, rotate, rotations
+from fem_megatron.update import Update, normed, rms_norm, rotations
 from kernels.arguments import without_autocast
 from kernels.pairs import allowed_pairs
 from kernels.rotary import rotary
@@ -54,29 +54,23 @@ class _EnergyHeads(Update):
         """Return this rank's summand of the step, [s, b, D], for the normalised slice z."""
         raise NotImplementedError
 
-    def project(self, z: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Return q and k of the slice z, [b, local heads, s, d_h] each.
+    def project(self, z: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return q and k of the slice z, [b, local heads, s, d_h] each, and (cos | sin) of their
+        positions, [1 or b, 1, s, d_h], float32 or wider; None without model.rope.
 
-        k is rotated to its position (model.rope).
+        k is rotated to its position.
         """
         q, k = (
             self.parallel.project(z, self.in_proj())
             .unflatten(-1, (-1, 2, self.shape.head))
             .unbind(3)
         )
+        turn = None
         if self.shape.rope is not None:
-            k = rotate(k, context, self.shape.rope)
-        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
-
-    def turn(self, q: Tensor, context: Context) -> Tensor | None:
-        """Return (cos | sin) of the positions of q [b, h, s, d_h].
-
-        The result is [1 or b, 1, s, d_h], float32 or wider. Returns None without model.rope.
-        """
-        if self.shape.rope is None:
-            return None
-        found = rotations(q.permute(2, 0, 1, 3), self.shape.head, context, self.shape.rope)
-        return torch.cat(found, dim=-1).permute(1, 2, 0, 3)
+            angles = rotations(k, self.shape.head, context, self.shape.rope)
+            k = rotary(k, None, *angles)[0]
+            turn = torch.cat(angles, dim=-1).permute(1, 2, 0, 3)
+        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), turn
 
     def back(self, o: Tensor) -> Tensor:
         """Apply W_O: [b, local heads, s, d_h] -> this rank's summand of [s, b, D]."""
@@ -101,7 +95,7 @@ class SecondOrderAttention(_EnergyHeads):
 
         Raises ValueError if MHA2nd receives more tokens than model.second_order.exact_max_length.
         """
-        q, k = self.project(z, context)
+        q, k, turn = self.project(z, context)
         longest, length = self.shape.max_length(), context.past + q.shape[2]
         if longest is not None and length > longest:
             raise ValueError(
@@ -124,7 +118,7 @@ class SecondOrderAttention(_EnergyHeads):
                 read,
                 q,
                 k,
-                self.turn(q, context),
+                turn,
                 each=(self.gram(q), temperature, newton),
                 keys=(1,),
             )
@@ -170,14 +164,12 @@ class SecondOrderAttention(_EnergyHeads):
         temperature, _ = self.temperatures()
         moved = self(x, context)
         before, after = (rms_norm(part, self.norm(), self.shape.norm_eps) for part in (x, moved))
-        _, k = self.project(before, context)
+        _, k, _ = self.project(before, context)
         seen = allowed_pairs(tokens, k.shape[2], context.causal, context.valid)
         energies = []
         for z in (before, after):
-            q, _ = self.project(z, context)
-            energy = free_energy(
-                rotated(q, self.turn(q, context))[:, :, tokens], k, temperature, seen
-            )
+            q, _, turn = self.project(z, context)
+            energy = free_energy(rotated(q, turn)[:, :, tokens], k, temperature, seen)
             energies.append(self.parallel.total(energy.sum(1)).T / self.shape.heads)
         return {
             "free_energy_before": energies[0],
@@ -204,8 +196,7 @@ class EnergyLinearAttention(_EnergyHeads):
 
     def step(self, z: Tensor, context: Context) -> Tensor:
         """Return this rank's summand of the step (`_EnergyHeads.step`)."""
-        q, k = self.project(z, context)
-        turn = self.turn(q, context)
+        q, k, turn = self.project(z, context)
         wide = torch.promote_types(q.dtype, torch.float32)
 
         def read(valid: Tensor | None, q: Tensor, k: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class SecondOrderShape(_Heads):
 
     layer_class = "fem_megatron.mixers.second_order.layer:SecondOrderAttention"
     once = frozenset({"gram"})
-    kept = Kept(35.0, 34.0, 31.2, 10.5)
+    kept = Kept(35.0, 34.0, 28.0, 10.5)
 
     exact: bool = False
     sharpness: float = 1.0
