@@ -117,5 +117,6 @@ def _linear_read(
         terms=terms,
         exact=exact,
         decision=decision,
+        products=q.dtype,
         implementation=implementation,
     )

@@ -176,7 +176,9 @@ class ScanPrior(Prior):
             raise AssertionError("the exact form needs the tokens of all ranks")
 
         both = None if span is None else torch.cat((span, span))
-        return free_energy_read(*values, read, weights, exact=False, span=both)
+        return free_energy_read(
+            *values, read, weights, exact=False, span=both, products=q.dtype
+        )
 
     def _read(
         self,
