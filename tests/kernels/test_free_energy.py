@@ -230,7 +230,8 @@ def test_streams_in_bfloat16_have_the_bits_of_rounded_ones(value_range: float) -
             return y.to(streams.dtype)
 
         how: Any = {"exact": False, "products": products, "implementation": "triton"}
-        return free_energy_read(v, *rest, reading, lambda a, b: q, **how)
+        of_v: Any = (v, *rest, reading, lambda a, b: q)
+        return free_energy_read(*of_v, **how)
 
     narrow, wide = (
         with_gradients(x, partial(of, products=each)) for each in (torch.bfloat16, None)
