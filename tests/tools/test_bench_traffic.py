@@ -179,7 +179,7 @@ def test_the_fem_block_stays_fused() -> None:
     assert (ours.traffic(POINTWISE) - own) / theirs.traffic(POINTWISE) <= 1.18
 
 
-STEPS = {"hyperset": 1.09, "fem_gla": 1.0, "fem_linear": 1.0}
+STEPS = {"hyperset": 1.09, "fem_gla": 1.0, "fem_linear": 0.99}
 """Mixer -> limit of its modelled step on an H100, relative to the Transformer's."""
 
 
