@@ -414,18 +414,17 @@ def gradients_kernel(
             d_pairs = tl.where(row[:, None] >= row[None, :], d_pairs, 0.0)
         gq += tl.dot(d_pairs.to(kind), keys, input_precision="ieee")
         gk += tl.dot(tl.trans(d_pairs).to(kind), queries, input_precision="ieee")
+    if EPS is not None:
+        # Loaded again, k first: otherwise sm_80 spills.
+        raw = tl.load(k + row[:, None] * k_t + d[None, :], mask=held, other=0.0, volatile=True)
+        gk = tl.where(raw.to(tl.float32) <= 0, 0.0, gk)
+        raw = tl.load(q + row[:, None] * q_t + d[None, :], mask=held, other=0.0, volatile=True)
+        gq = tl.where(raw.to(tl.float32) <= 0, 0.0, gq)
     if NORMALISE:
         gq *= shares[:, None]
     to = (bh * T + n * C) * DK + (row[:, None] * DK + d[None, :])
-    gq, gk = gq.to(dq.dtype.element_ty), gk.to(dk.dtype.element_ty)
-    if EPS is not None:
-        # Loaded again: two tiles more in registers would spill.
-        raw = tl.load(q + row[:, None] * q_t + d[None, :], mask=held, other=0.0, volatile=True)
-        gq = tl.where(raw.to(tl.float32) <= 0, 0.0, gq)
-        raw = tl.load(k + row[:, None] * k_t + d[None, :], mask=held, other=0.0, volatile=True)
-        gk = tl.where(raw.to(tl.float32) <= 0, 0.0, gk)
-    tl.store(dq + to, gq, mask=held)
-    tl.store(dk + to, gk, mask=held)
+    tl.store(dq + to, gq.to(dq.dtype.element_ty), mask=held)
+    tl.store(dk + to, gk.to(dk.dtype.element_ty), mask=held)
 
 
 MATRIX = (gradients_kernel,)  # their products are wgmma on sm_90
