@@ -4,10 +4,10 @@ SwiGLU: ``megatron.core.fusions.fused_bias_swiglu``, compiled by torch; it keeps
 the backward pass. Cross-entropy over the split vocabulary:
 ``TransformerConfig.cross_entropy_loss_fusion``, Megatron's own form, compiled by torch.
 
-RoPE is `kernels.rotary`. A layer's RMSNorm is `kernels.residual_norm`; other norms are torch's, one
-kernel on a GPU. Megatron-core 0.16.1 has no fused linear + cross-entropy; `loss.sum_in_chunks`
-avoids the full logits. On a CPU none of these fusions run. TORCH_COMPILE_DISABLE=1, torch's own
-switch, disables compilation.
+RoPE is `kernels.rotary`, or part of `kernels.fem_projection`. A layer's RMSNorm is
+`kernels.residual_norm`; other norms are torch's, one kernel on a GPU. Megatron-core 0.16.1 has no
+fused linear + cross-entropy; `loss.sum_in_chunks` avoids the full logits. On a CPU none of these
+fusions run. TORCH_COMPILE_DISABLE=1, torch's own switch, disables compilation.
 """
 
 from __future__ import annotations

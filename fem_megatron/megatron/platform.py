@@ -630,8 +630,9 @@ def _l2_norm(
         flat = tensor.reshape(-1)
         full = flat.numel() // 1024 * 1024
         parts += [
-            torch.linalg.vector_norm(flat[:full].view(-1, 1024), dim=1),
-            torch.linalg.vector_norm(flat[full:]).view(1),
+            torch.linalg.vector_norm(blocks, dim=1)
+            for blocks in (flat[:full].view(-1, 1024), flat[None, full:])
+            if blocks.numel()
         ]
     return torch.cat(parts).double().norm().float().view(1), None
 

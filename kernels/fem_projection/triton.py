@@ -64,8 +64,9 @@ class _Projection(torch.autograd.Function):
         _forward_kernel[launch.grid](
             z, features, weight, cos, sin, *made, *launch.counts, eps, **launch.constants
         )
-        ctx.save_for_backward(z, features, weight, cos, sin)
-        ctx.sizes, ctx.eps = sizes, eps
+        used = features is not None or any(sizes[2:])  # without, dz does not depend on z
+        ctx.save_for_backward(z if used else None, features, weight, cos, sin)
+        ctx.sizes, ctx.eps, ctx.shape = sizes, eps, z.shape
         return tuple(made)
 
     @staticmethod
@@ -73,9 +74,10 @@ class _Projection(torch.autograd.Function):
     @without_autocast
     def backward(ctx, *grads):
         z, features, weight, cos, sin = ctx.saved_tensors
-        launch = _Launch(z, features, cos, ctx.sizes)
         grads = [None if g is None else rows_of(g) for g in grads]
-        d_z, d_phi = torch.empty_like(z), None if features is None else torch.empty_like(z)
+        d_z = next(g for g in grads if g is not None).new_empty(ctx.shape)
+        d_phi = None if features is None else torch.empty_like(d_z)
+        launch = _Launch(d_z, features, cos, ctx.sizes)
         _backward_kernel[launch.grid](
             z, features, weight, cos, sin, *grads, d_z, d_phi, *strides_of(*grads), *launch.counts,
             ctx.eps, **launch.constants
@@ -145,10 +147,12 @@ def _tokens(features, token, good, FEATURES: tl.constexpr):
 
 @triton.jit
 def _factors(z, f, weight, begin, good, WIDTH: tl.constexpr, FEATURES: tl.constexpr):
-    """Return z and 1 + phi of WIDTH channels from ``begin`` on."""
+    """Return z and 1 + phi of WIDTH channels from ``begin`` on; z None: its value is not used."""
     column, there = _columns(good, WIDTH)
-    value = tl.load(z + begin + column, mask=there, other=0.0).to(tl.float32)
-    scale = tl.full(value.shape, 1.0, tl.float32)
+    scale = tl.full(there.shape, 1.0, tl.float32)
+    value = scale
+    if z is not None:
+        value = tl.load(z + begin + column, mask=there, other=0.0).to(tl.float32)
     if f is not None:
         channel = tl.trans(column)
         feature, part = _columns(channel < WIDTH, FEATURES)
@@ -252,7 +256,8 @@ def _backward_kernel(
     HEAD: tl.constexpr = 2 * TURNED + PLAIN + LAM + GATE
     token, good, head = _program(tokens, heads, ROWS)
     row = (token * heads + head) * HEAD
-    z += row
+    if z is not None:
+        z += row
     d_z += row
     f = None
     if features is not None:

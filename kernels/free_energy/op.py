@@ -31,7 +31,7 @@ output. It takes O(t^2) time; the backward recomputes each block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -276,7 +276,7 @@ def mix(mu: Tensor, free_energy: Tensor | None, lam: Tensor | None, gate: Tensor
 
 def mix_gap(mu: Tensor, gap: Tensor, lam: Tensor | None, gate: Tensor | None) -> Tensor:
     """Return the same as `mix`, from the difference F - mu."""
-    out = mu + (gap if lam is None else lam.to(gap.dtype) * gap)
+    out = mu + gap if lam is None else torch.addcmul(mu, lam.to(gap.dtype), gap)
     return out if gate is None else gate.to(out.dtype) * out
 
 
@@ -318,9 +318,9 @@ class ValueStream(torch.autograd.Function):
     ) -> Tensor:
         """Return U in v's dtype (float32 or float64)."""
         x = (v - centre).mul_(beta)
-        slope = _where(shifted, x.expm1, x.exp)
+        slope, u = _each(shifted, lambda: _excess(x), lambda: [x.exp()] * 2)
         ctx.save_for_backward(x, slope, beta)
-        return _where(shifted, lambda: _beyond_x(x), lambda: slope)
+        return u
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -345,74 +345,60 @@ class FreeEnergyGap(torch.autograd.Function):
     ) -> Tensor:
         """Return F - mu; beta, centre and shifted as in `ValueStream`."""
         offset = mu - centre
-        y = torch.addcmul(z, offset, beta).clamp_(min=LOWEST_Y)
-        gap = _where(
+        gap, mass, tilt = _each(
             shifted,
-            lambda: _beyond_y(y).add_(z).div_(beta),
-            lambda: z.log().div_(beta).sub_(offset),
-        ).clamp_(min=0)
-        mass = _where(shifted, lambda: 1 + y, lambda: z)
-        tilt = _where(shifted, lambda: y / mass, lambda: torch.ones_like(z))
-        ctx.save_for_backward(
-            offset, (mass * beta).masked_fill_(mass < FAINT, torch.inf), tilt, gap, beta
+            lambda: _small_gap(offset, z, beta),
+            lambda: [z.log().div_(beta).sub_(offset), z, torch.ones_like(z)],
         )
+        gap, mass = gap.clamp_(min=0), mass * beta
+        ctx.faint = shifted is not True  # where kappa = 1, the mass is at least 1 + LOWEST_Y
+        if ctx.faint:
+            mass.masked_fill_(mass < FAINT * beta, torch.inf)
+        ctx.save_for_backward(offset, mass, tilt, gap, beta)
         return gap
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of mu, Z and beta."""
         offset, mass, tilt, gap, beta = ctx.saved_tensors
-        d_gap = grads[0].masked_fill(mass == torch.inf, 0)
+        d_gap = grads[0].masked_fill(mass == torch.inf, 0) if ctx.faint else grads[0]
         d_mu = (d_gap * tilt).neg_()
         d_beta = (d_mu * offset).addcmul_(d_gap, gap, value=-1).sum(2, keepdim=True) / beta
-        return d_mu, d_gap.div_(mass), d_beta, None, None
+        return d_mu, d_gap / mass, d_beta, None, None
 
 
-def _where(
-    shifted: Tensor | bool, where: Callable[[], Tensor], elsewhere: Callable[[], Tensor]
-) -> Tensor:
-    """Return ``where()`` in channels with kappa = 1 and ``elsewhere()`` in the others.
+def _each(
+    shifted: Tensor | bool,
+    near: Callable[[], Sequence[Tensor]],
+    far: Callable[[], Sequence[Tensor]],
+) -> Sequence[Tensor]:
+    """Return ``near()`` in channels with kappa = 1 and ``far()`` in the others.
 
     shifted: a tensor, or one bool for all channels; then only what is used is computed.
     """
     if isinstance(shifted, bool):
-        return where() if shifted else elsewhere()
-    return torch.where(shifted, where(), elsewhere())
+        return near() if shifted else far()
+    return [torch.where(shifted, *both) for both in zip(near(), far(), strict=True)]
 
 
-# In float32 the first omitted term is below half a unit in the last place, relative to the first
-# one: 2 * 0.5^7 / 9! = 4e-8 where |x| < 0.5, and 3/11 * 0.0205^4 = 5e-8 where |y| < 0.25.
-TERMS = {torch.float32: (7, 4)}
-EXPONENTIAL = [1 / math.factorial(n) for n in range(2, 14)]
-ARTANH = [2 / n for n in range(3, 19, 2)]
+def _excess(x: Tensor) -> list[Tensor]:
+    """Return exp(x) - 1 and exp(x) - 1 - x, a small difference and therefore taken in float64."""
+    wide = x.double()
+    made = wide.expm1()
+    return [made.to(x.dtype), (made - wide).to(x.dtype)]
 
 
-def _beyond_x(x: Tensor) -> Tensor:
-    """Return exp(x) - 1 - x to full precision."""
-    terms, _ = TERMS.get(x.dtype, (None, None))
-    return torch.where(
-        x.abs() < 0.5, _polynomial(x, EXPONENTIAL[:terms]).mul_(x).mul_(x), x.expm1().sub_(x)
-    )
+def _small_gap(offset: Tensor, z: Tensor, beta: Tensor) -> list[Tensor]:
+    """Return F - mu = (log1p(y) - beta (mu - c)) / beta, 1 + y and y / (1 + y).
 
-
-def _beyond_y(y: Tensor) -> Tensor:
-    """Return log(1 + y) - y to full precision.
-
-    With s = y / (2 + y): log(1 + y) = 2 artanh(s), and 2 s - y = -s y.
+    The difference is small and therefore taken in float64.
     """
-    _, terms = TERMS.get(y.dtype, (None, None))
-    s = y / (2 + y)
-    square = s * s
-    near = _polynomial(square, ARTANH[:terms]).mul_(square).sub_(y).mul_(s)
-    return torch.where(y.abs() < 0.25, near, y.log1p().sub_(y))
-
-
-def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
-    """Return the sum of the coefficients times x to the powers 0, 1, ..."""
-    made = torch.full_like(x, coefficients[-1])
-    for each in reversed(coefficients[:-1]):
-        made.mul_(x).add_(each)
-    return made
+    first = offset.double() * beta
+    y = (first + z).clamp_(min=LOWEST_Y)
+    gap = y.log1p().sub_(first).div_(beta).to(z.dtype)
+    y = y.to(z.dtype)
+    mass = 1 + y
+    return [gap, mass, y / mass]
 
 
 class ValueWindow:

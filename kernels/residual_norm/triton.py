@@ -41,11 +41,8 @@ class _Norms(torch.autograd.Function):
         rows, weight, second = (None if t is None else t.contiguous() for t in (x, weight, second))
         h = torch.empty_like(rows)
         u = torch.empty_like(rows) if twice or second is not None else None
-        tokens, size = rows.numel() // rows.shape[-1], rows.shape[-1]
-        constants = _constants(size)
-        _forward_kernel[triton.cdiv(tokens, constants["BT"]),](
-            rows, weight, second, h, u, tokens, size, eps, **constants
-        )
+        blocks, _, sizes = launch_of(rows)
+        _forward_kernel[blocks,](rows, weight, second, h, u, eps=eps, **sizes)
         ctx.save_for_backward(rows, weight, second)
         ctx.eps = eps
         return x.view_as(x), h, u
@@ -55,18 +52,17 @@ class _Norms(torch.autograd.Function):
     def backward(ctx, d_on, d_h, d_u):
         x, weight, second = ctx.saved_tensors
         d_on, d_h, d_u = (None if g is None else g.contiguous() for g in (d_on, d_h, d_u))
-        tokens, size = x.numel() // x.shape[-1], x.shape[-1]
-        constants = _constants(size)
-        blocks = triton.cdiv(tokens, constants["BT"])
-        each = triton.cdiv(blocks, 2 if interpreted() else PROGRAMS)
+        blocks, each, sizes = launch_of(x)
         programs = triton.cdiv(blocks, each)
         d_x = torch.empty_like(x)
         parts = [
-            None if t is None else torch.empty(programs, size, dtype=torch.float32, device=x.device)
+            None
+            if t is None
+            else torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
             for t in (weight, second)
         ]
         _backward_kernel[programs,](
-            x, weight, second, d_on, d_h, d_u, d_x, *parts, tokens, size, ctx.eps, each, **constants
+            x, weight, second, d_on, d_h, d_u, d_x, *parts, eps=ctx.eps, each=each, **sizes
         )
         d_weight, d_second = (
             None if part is None else part.sum(0).to(t.dtype)
@@ -75,55 +71,72 @@ class _Norms(torch.autograd.Function):
         return d_x, d_weight, d_second, None, None
 
 
-def _constants(size):
-    padded = triton.next_power_of_2(size)
-    tokens = 4 if interpreted() else max(1, NUMBERS // padded)
-    return {"BT": tokens, "BN": padded, "num_warps": 16 if padded > NUMBERS else 8, "num_stages": 1}
+def launch_of(rows):
+    """Return the number of blocks of the tokens [..., n], the blocks of each program of a backward,
+    and the arguments of both launches.
+    """
+    size = rows.shape[-1]
+    tokens, padded = rows.numel() // size, triton.next_power_of_2(size)
+    together = 4 if interpreted() else max(1, NUMBERS // padded)
+    blocks = triton.cdiv(tokens, together)
+    sizes = {"tokens": tokens, "size": size, "BT": together, "BN": padded}
+    options = {"num_warps": 16 if padded > NUMBERS else 8, "num_stages": 1}
+    return blocks, triton.cdiv(blocks, 2 if interpreted() else PROGRAMS), sizes | options
 
 
 @triton.jit
-def _place(tokens, size, block, BT: tl.constexpr, BN: tl.constexpr):
-    """Return channels, offsets of a block's numbers, and the mask of those that exist."""
+def place(tokens, size, block, BT: tl.constexpr, BN: tl.constexpr, WIDTHS: tl.constexpr = 1):
+    """Return channels, offsets of a block's numbers in rows of WIDTHS times as many, and the mask
+    of those that exist.
+    """
     t, n = block * BT + tl.arange(0, BT), tl.arange(0, BN)
     return (
         n,
-        t.to(tl.int64)[:, None] * size + n[None, :],
+        t.to(tl.int64)[:, None] * (size * WIDTHS) + n[None, :],
         (t < tokens)[:, None] & (n < size)[None, :],
     )
 
 
 @triton.jit
-def _weight(weight, n, size):
-    return tl.load(weight + n, mask=n < size, other=0.0).to(tl.float32)[None, :]
+def loaded(x, at, mask):
+    """Return x's numbers at these offsets as float32, 0 outside the mask."""
+    return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _mean(x, size):
+def channel_weight(weight, n, size):
+    """Return the weights [1, BN] of the channels n."""
+    return loaded(weight, n, n < size)[None, :]
+
+
+@triton.jit
+def mean(x, size):
+    """Return the means [BT, 1] over ``size`` channels of x, which is 0 in the others."""
     return (tl.sum(x, 1) / size)[:, None]
 
 
 @triton.jit
-def _second(h, second, mask, size, eps):
+def normalised(h, second, mask, size, eps):
     """Return z of h and the factor 1 / deviation: LayerNorm's, or RMSNorm's without ``second``."""
     if second is not None:
-        h = tl.where(mask, h - _mean(h, size), 0.0)
-    inverse = 1.0 / tl.sqrt(_mean(h * h, size) + eps)
+        h = tl.where(mask, h - mean(h, size), 0.0)
+    inverse = 1.0 / tl.sqrt(mean(h * h, size) + eps)
     return h * inverse, inverse
 
 
 @triton.jit
 def _forward_kernel(x, weight, second, h, u, tokens, size, eps, BT: tl.constexpr, BN: tl.constexpr):
-    n, at, mask = _place(tokens, size, tl.program_id(0), BT, BN)
-    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    value *= 1.0 / tl.sqrt(_mean(value * value, size) + eps)
+    n, at, mask = place(tokens, size, tl.program_id(0), BT, BN)
+    value = loaded(x, at, mask)
+    value *= 1.0 / tl.sqrt(mean(value * value, size) + eps)
     if weight is not None:
-        value *= _weight(weight, n, size)
+        value *= channel_weight(weight, n, size)
     made = value.to(h.dtype.element_ty)
     tl.store(h + at, made, mask=mask)
     if u is not None:
-        z, _ = _second(made.to(tl.float32), second, mask, size, eps)
+        z, _ = normalised(made.to(tl.float32), second, mask, size, eps)
         if second is not None:
-            z *= _weight(second, n, size)
+            z *= channel_weight(second, n, size)
         tl.store(u + at, z.to(u.dtype.element_ty), mask=mask)
 
 
@@ -134,33 +147,33 @@ def _backward_kernel(
 ):  # fmt: skip
     of_weight, of_second = tl.zeros((1, BN), tl.float32), tl.zeros((1, BN), tl.float32)
     for block in range(tl.program_id(0) * each, tl.program_id(0) * each + each):
-        n, at, mask = _place(tokens, size, block, BT, BN)
-        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        r = 1.0 / tl.sqrt(_mean(value * value, size) + eps)
+        n, at, mask = place(tokens, size, block, BT, BN)
+        value = loaded(x, at, mask)
+        r = 1.0 / tl.sqrt(mean(value * value, size) + eps)
         value *= r
         g = tl.zeros((BT, BN), tl.float32)
         if d_h is not None:
-            g += tl.load(d_h + at, mask=mask, other=0.0).to(tl.float32)
+            g += loaded(d_h, at, mask)
         if d_u is not None:
             made = value
             if weight is not None:
-                made *= _weight(weight, n, size)
-            z, inverse = _second(
+                made *= channel_weight(weight, n, size)
+            z, inverse = normalised(
                 made.to(x.dtype.element_ty).to(tl.float32), second, mask, size, eps
             )
-            dz = tl.load(d_u + at, mask=mask, other=0.0).to(tl.float32)
+            dz = loaded(d_u, at, mask)
             if second is not None:
                 of_second += tl.sum(dz * z, 0)[None, :]
-                dz *= _weight(second, n, size)
-                g -= inverse * _mean(dz, size)
-            g += inverse * (dz - z * _mean(dz * z, size))
+                dz *= channel_weight(second, n, size)
+                g -= inverse * mean(dz, size)
+            g += inverse * (dz - z * mean(dz * z, size))
         g = tl.where(mask, g, 0.0)
         if weight is not None:
             of_weight += tl.sum(g * value, 0)[None, :]
-            g *= _weight(weight, n, size)
-        dx = r * (g - value * _mean(g * value, size))
+            g *= channel_weight(weight, n, size)
+        dx = r * (g - value * mean(g * value, size))
         if d_on is not None:
-            dx += tl.load(d_on + at, mask=mask, other=0.0).to(tl.float32)
+            dx += loaded(d_on, at, mask)
         tl.store(d_x + at, dx.to(d_x.dtype.element_ty), mask=mask)
     n = tl.arange(0, BN)[None, :]
     to = tl.program_id(0) * size + n

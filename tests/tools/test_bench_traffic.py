@@ -106,11 +106,11 @@ def test_choices_are_an_h100s_and_all_is_as_before_afterwards() -> None:
     )
     assert trace.chosen == {"fem_attention": "cudnn", **ours}
     # An installed flash-attn is not used.
-    for turning in ("transformer", "differential", "yuriiformer"):
+    for turning, op in (("transformer", "fem_projection"), ("differential", "rotary")):
         trace = layer(turning)
-        assert trace.chosen["rotary"] == "triton"
+        assert trace.chosen[op] == "triton"
         assert [
-            launch.backward for launch in trace.launches if launch.name == "rotary: rotary_kernel"
+            launch.backward for launch in trace.launches if launch.name.startswith(f"{op}: ")
         ] == [False, True]
     assert layer("gated_deltanet").chosen == {"gated_delta_rule": "fla", "residual_norm": "triton"}
     assert (KernelInterface.__getitem__, Op.choose, "fla" in sys.modules) == own
@@ -157,9 +157,9 @@ def test_no_gradient_of_a_slice_is_filled_up_with_zeros(name: str) -> None:
     assert trace.reads == []
 
 
-# Limit as a multiple of the Transformer's bytes, now 1.152; of the bytes of pointwise operations,
-# 1.175: the packed product is written once more.
-MOST = 1.155
+# Limit as a multiple of the Transformer's bytes, now 1.169; of the bytes of pointwise operations,
+# 1.217: the gradient of the conditioner's product is written and read.
+MOST = 1.172
 READ = (
     "fem_attention: range",
     "fem_attention: constants",
@@ -176,10 +176,17 @@ def test_the_fem_block_stays_fused() -> None:
     own = sum(ours.traffic(POINTWISE, of=name) for name in READ)
     assert 0.05 < own / theirs.traffic(POINTWISE) < 0.2
     assert (ours.traffic() - own) / theirs.traffic() <= MOST
-    assert (ours.traffic(POINTWISE) - own) / theirs.traffic(POINTWISE) <= 1.18
+    assert (ours.traffic(POINTWISE) - own) / theirs.traffic(POINTWISE) <= 1.22
 
 
-STEPS = {"hyperset": 1.09, "fem_gla": 1.0, "fem_linear": 0.99}
+STEPS = {
+    "fem_softmax": 1.071,
+    "fem_gla": 1.0,
+    "fem_linear": 1.0,
+    "hyperset": 1.09,
+    "yuriiformer": 1.13,
+    "cem": 1.83,
+}
 """Mixer -> limit of its modelled step on an H100, relative to the Transformer's."""
 
 

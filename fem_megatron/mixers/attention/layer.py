@@ -13,8 +13,9 @@ from fem_megatron.context_parallel.ring import softmax_read
 from fem_megatron.mixers.attention.shape import AttentionShape, window_blocks
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Update, head_norms, normed, rotate_both
+from fem_megatron.update import Update, head_norms, normed, rotate_both, rotations
 from kernels.fem_attention import fem_attention
+from kernels.fem_projection import fem_projection
 from kernels.registered import registered
 
 
@@ -73,7 +74,13 @@ class Attention(Update):
         rotated as configured.
         """
         shape, each = self.shape, self.shape.heads // self.shape.groups
-        packed = self.parallel.project(h, self.in_proj).unflatten(-1, (-1, each + 2, shape.head))
+        packed = self.parallel.project(h, self.in_proj)
+        if shape.rope and shape.splits_at_once:
+            turn = rotations(packed, shape.head, context, shape.rope)
+            widths = dict.fromkeys(("q", "k", "v"), shape.head)
+            q, k, v = fem_projection(packed, [], turn, widths, shape.norm_eps).values()
+            return q, k, v
+        packed = packed.unflatten(-1, (-1, each + 2, shape.head))
         q, k, v = (t.flatten(2, 3) for t in packed.split([each, 1, 1], dim=3))
         if shape.qk_norm:
             q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)

@@ -172,14 +172,20 @@ class AttentionShape(Shape):
     def rotary_size(self) -> int:
         return self.head if self.rope else 0
 
+    @property
+    def splits_at_once(self) -> bool:
+        """True if one operation splits the projection into q, k and v and rotates q and k."""
+        return self.rope is not None and self.groups == self.heads and not self.qk_norm
+
     def product_scores(self) -> bool:
         return True
 
     def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the exact bytes per token that autograd keeps, by term.
 
-        k is kept after rotation, v without a copy. With a window, the blocks of keys and values are
-        copied for every query head of a group.
+        k is kept after rotation. v is kept alone where one operation splits and rotates
+        (``splits_at_once``), else as a view of the packed projection. With a window, the blocks of
+        keys and values are copied for every query head of a group.
         """
         e, t, length = training.element, training.tensor_parallel, training.length
         query, keys = self.heads * self.head / t, self.groups * self.head / t
@@ -195,21 +201,22 @@ class AttentionShape(Shape):
             if self.qk_norm
             else {}
         )
-        packed = e * self.groups * self.group_width / t
+        packed = e * (keys if self.splits_at_once else self.groups * self.group_width / t)
+        angles = (WIDE if self.splits_at_once else e) * self.head / training.micro_batch
         # q is copied
         if self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda):
             normed["qk_norm"] += e * query
         if training.again:
             return normed | {
                 "projection": self.hidden * (training.operand if self.bias else training.entered),
-                "rope": e * self.head / training.micro_batch if self.rope else 0.0,
+                "rope": angles if self.rope else 0.0,
                 "attention": e * (query + keys),
                 "packed": packed,
                 "out_proj": training.operand * query,
             }
         return normed | {
             "projection": self.hidden * (training.operand if self.bias else training.entered),
-            "rope": e * self.head / training.micro_batch if self.rope else 0.0,
+            "rope": angles if self.rope else 0.0,
             "attention": e * (query + read + keys + blockwise) + WIDE * self.heads / t,
             "packed": packed,
             "out_proj": training.operand * query

@@ -146,10 +146,12 @@ class HyperSet(Update):
         u, weight = self._project(x, "directions", context), self.directions_norm()
         if self.parallel.size == 1:
             return rms_norm(u, weight, self.shape.norm_eps)
-        wide = u.to(torch.promote_types(u.dtype, torch.float32))
-        mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / self.shape.inner
-        unit = wide * torch.rsqrt(mean + self.shape.norm_eps)
-        return unit.to(u.dtype) * weight.to(u.dtype)
+        # No wide copy of u is kept for the backward pass.
+        wide = torch.promote_types(u.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True, dtype=wide)
+        mean = self.parallel.total(norm.square()) / self.shape.inner
+        unit = (u * torch.rsqrt(mean + self.shape.norm_eps)).to(u.dtype)
+        return unit * weight.to(u.dtype)
 
     def feed_forward_descent(self, u: Tensor, context: Context) -> Tensor:
         """Return this rank's summand of -D dE/du, [s, b, D], for u [s, b, M / size] (table 19)."""

@@ -25,7 +25,8 @@ from fem_megatron.mixers.attention.layer import Attention
 from fem_megatron.mixers.yuriiformer.shape import AcceleratedAttentionShape, AcceleratedSwiGluShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Update, layer_norm, rms_norm
+from fem_megatron.update import Update, rms_norm
+from kernels.momentum_step import momentum_step
 
 
 class Accelerated(Update):
@@ -43,10 +44,8 @@ class Accelerated(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         step = self.step(rms_norm(self.start(x), self.norm(), self.norm_eps), context)
-        x, v = x.chunk(2, dim=-1)
-        v = torch.addcmul(self.beta.sigmoid() * v, F.softplus(self.gamma), step)
-        v = layer_norm(v, self.velocity_norm(), self.norm_eps)
-        return torch.cat((x + v, v), dim=-1)
+        beta, gamma = self.beta.sigmoid(), F.softplus(self.gamma)
+        return momentum_step(x, step, beta, gamma, self.velocity_norm(), self.norm_eps)
 
     def start(self, x: Tensor) -> Tensor:
         """Return the point ahead of the tokens, x + mu v, at which the step is computed."""

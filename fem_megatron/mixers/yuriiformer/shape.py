@@ -37,11 +37,12 @@ class AcceleratedShape(Shape):
     def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the bytes of the step without momentum, plus those of the velocity.
 
-        The velocity's part is the stream, the step, and the sum that becomes the velocity, for the
-        tokens of a rank's slice.
+        The velocity's part is the stream and the step, and on a CPU also the sum that becomes the
+        velocity, for the tokens of a rank's slice.
         """
+        tensors = 3 if training.cuda else 4
         return super().activation_bytes(training) | {
-            "velocity": 4 * training.element * self.hidden / training.sequence_split
+            "velocity": tensors * training.element * self.hidden / training.sequence_split
         }
 
 

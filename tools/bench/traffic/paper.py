@@ -82,8 +82,8 @@ SOURCES = {
     "our Triton kernels with products": "353 TFLOP/s forward: Triton's attention in the same "
     "paper; 250 backward: assumed",
     "delta rule": "flash-linear-attention's kernels, counted as one per pass, which is too few",
-    "RoPE": "one launch for queries and keys (`kernels.rotary`), FEM's within `fem_projection`; "
-    "flash-attn's is not used",
+    "RoPE": "FEM's and the Transformer's within `fem_projection`, which splits the projection; "
+    "others': one launch for queries and keys (`kernels.rotary`); flash-attn's is not used",
     "gap between kernels": "2 us: assumed",
     "optimizer": (
         f"{sum(OPTIMIZER_BYTES.values())} bytes a parameter: "

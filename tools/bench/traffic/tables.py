@@ -155,7 +155,7 @@ def _shown(table: str) -> str:
 
 
 SAME = """\
-Ratios are the same with and without flash-attn: RoPE is `kernels.rotary`, and attention is cuDNN's
+Ratios are the same with and without flash-attn: RoPE is this project's, and attention is cuDNN's
 wherever it supports the widths."""
 INTRODUCTION = f"""\
 Written by `python -m tools.bench.traffic --write`, for layers as they would run on an H100.

@@ -28,6 +28,7 @@ from kernels.gated_delta_rule import gated_delta_rule
 from kernels.gated_silu import gated_silu
 from kernels.implementations import VARIABLE
 from kernels.linear_attention import linear_attention
+from kernels.momentum_step import momentum_step
 from kernels.residual_norm import residual_norm
 from kernels.rotary import rotary
 from kernels.ssm_read import ssm_read
@@ -159,6 +160,18 @@ def _norms(inputs: Inputs, implementation: str) -> Outputs:
     return h, u
 
 
+def _momentum_inputs(draw: Draw, size: Size) -> Inputs:
+    channels = size.heads * size.value
+    return {
+        "stream": draw.normal(size.tokens, size.batch, 2 * channels),
+        "step": draw.normal(size.tokens, size.batch, channels),
+        "beta": draw.normal(1),
+        "gamma": draw.normal(1),
+        "weight": draw.normal(channels),
+        "eps": 1e-6,
+    }
+
+
 def _gated_inputs(draw: Draw, size: Size) -> Inputs:
     shape = (size.tokens, size.batch, size.heads * size.value)
     return {"z": draw.normal(*shape), "gate": draw.normal(*shape)}
@@ -287,6 +300,14 @@ SCANS = (
         op="residual_norm",
         inputs=_norm_inputs,
         call=_norms,
+        value=128,
+        small=(2, 32, 4),
+    ),
+    Workload(
+        name="momentum_step",
+        op="momentum_step",
+        inputs=_momentum_inputs,
+        call=by_name(momentum_step),
         value=128,
         small=(2, 32, 4),
     ),
