@@ -49,6 +49,7 @@ def linear_scan(
     context: Context,
     *,
     normalise: bool = False,
+    eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return causal `linear_attention`: its output and the final state.
 
@@ -56,11 +57,10 @@ def linear_scan(
     """
     if (split := context.passing) is not None:
         # Recompute: the product keeps wider tensors than its inputs.
-        end, fading = checkpoint(
-            end_state, k, v, log_decay, normalise, use_reentrant=False, preserve_rng_state=False
-        )
+        given = (k, v, log_decay, normalise, eps)
+        end, fading = checkpoint(end_state, *given, use_reentrant=False, preserve_rng_state=False)
         initial = states_before(split, end, fading)
-    return linear_attention(q, k, v, log_decay, initial, normalise=normalise)
+    return linear_attention(q, k, v, log_decay, initial, normalise=normalise, eps=eps)
 
 
 def squares_before(

@@ -5,6 +5,7 @@ ranges beyond it, and faint rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -48,6 +49,17 @@ def _random(
 def _ramp(size: Mapping[str, int]) -> Inputs:
     made = _random(size)
     made["v"][:] = torch.linspace(-70, 70, size["tokens"], dtype=torch.float64)[:, None] / 1.95
+    return made
+
+
+def _relu(size: Mapping[str, int]) -> Inputs:
+    """Return inputs whose features are relu(x) + 1e-3, with values beyond the fast form's range in
+    one channel.
+    """
+    made = _random(size) | {"eps": 1e-3}
+    made["q"] -= 0.5
+    made["k"] -= 0.5
+    made["v"][..., -1] *= 60
     return made
 
 
@@ -105,12 +117,13 @@ def _definition(x: Inputs) -> Outputs:
 
 
 def _call(x: Inputs, implementation: str) -> Outputs:
-    """Call `linear_read` as the layers do, with features and decays in the compute dtype."""
+    """Call `linear_read` with features and decays in the compute dtype."""
     wide = torch.promote_types(x["q"].dtype, torch.float32)
     q, k = x["q"].to(wide), x["k"].to(wide)
     decay = None if "log_decay" not in x else x["log_decay"].to(wide)
     read = (x["v"], decay, x["beta"], x["lam"], x["gate"])
-    return (linear_read(q, k, *read, exact=x.get("exact"), implementation=implementation),)
+    given: Any = {name: x.get(name) for name in ("eps", "exact")}
+    return (linear_read(q, k, *read, **given, implementation=implementation),)
 
 
 SUITE = Suite(
@@ -128,6 +141,7 @@ SUITE = Suite(
         "equal values": _equal,
         "faint tokens": _faint,
         "forgotten": _forgotten,
+        "relu": _relu,
         "one token": lambda size: _random({**size, "tokens": 1}),
     },
     definition=_definition,

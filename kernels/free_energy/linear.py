@@ -10,6 +10,7 @@ from kernels.free_energy.op import free_energy_read
 from kernels.free_energy.ranges import Decision
 from kernels.linear_attention import linear_attention, log_weights
 from kernels.linear_attention.log_read import log_read
+from kernels.linear_attention.op import features
 from kernels.registered import registered
 
 
@@ -23,6 +24,7 @@ def linear_read(
     lam: Tensor | None = None,
     gate: Tensor | None = None,
     *,
+    eps: float | None = None,
     causal: bool = True,
     exact: bool | None = None,
     decision: Decision | None = None,
@@ -30,7 +32,8 @@ def linear_read(
 ) -> Tensor:
     """Return the two-level gated read o = gate * ((1 - lam) * mu + lam * F) over linear attention.
 
-    The prior is p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i, with c = cumsum(log_decay) and q, k >= 0.
+    The prior is p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i, with c = cumsum(log_decay) and q, k >= 0,
+    or relu(q) + eps and relu(k) + eps in place of q and k.
 
     Shapes: q, k [b, h, t, dk], log_decay [b, h, t] or [b, h, t, dk] or None; the other arguments
     and the result as in `free_energy_read`.
@@ -44,9 +47,9 @@ def linear_read(
     given = (q, k, v, log_decay, beta, lam, gate)
     if decision is None:
         return linear_read_at_once(
-            *given, causal=causal, exact=exact, implementation=implementation
+            *given, eps=eps, causal=causal, exact=exact, implementation=implementation
         )
-    return _linear_read(*given, causal, exact, implementation, decision)
+    return _linear_read(*given, eps, causal, exact, implementation, decision)
 
 
 @registered(lambda q, k, v, *_, **__: v.new_empty(v.shape), traceable=lambda *_, **__: False)
@@ -59,6 +62,7 @@ def linear_read_at_once(
     lam: Tensor | None = None,
     gate: Tensor | None = None,
     *,
+    eps: float | None = None,
     causal: bool = True,
     exact: bool | None = None,
     implementation: str = "auto",
@@ -67,7 +71,9 @@ def linear_read_at_once(
 
     If the form is not known in advance, the call waits for the range.
     """
-    return _linear_read(q, k, v, log_decay, beta, lam, gate, causal, exact, implementation, None)
+    return _linear_read(
+        q, k, v, log_decay, beta, lam, gate, eps, causal, exact, implementation, None
+    )
 
 
 def _linear_read(
@@ -78,6 +84,7 @@ def _linear_read(
     beta: Tensor | None,
     lam: Tensor | None,
     gate: Tensor | None,
+    eps: float | None,
     causal: bool,
     exact: bool | None,
     implementation: str,
@@ -93,15 +100,17 @@ def _linear_read(
             log_decay,
             causal=causal,
             normalise=True,
+            eps=eps,
             implementation=implementation,
         )
         return made.to(streams.dtype)
 
     def weights(start: int, stop: int) -> Tensor:
-        return log_weights(q.to(wide), k.to(wide), log_decay, start, stop, causal=causal)
+        q_of, k_of = (features(t, eps).to(wide) for t in (q, k))
+        return log_weights(q_of, k_of, log_decay, start, stop, causal=causal)
 
     def logs(heads: Tensor, x: Tensor) -> Tensor:
-        q_of, k_of = (t.flatten(0, 1).index_select(0, heads).to(x) for t in (q, k))
+        q_of, k_of = (features(t.flatten(0, 1).index_select(0, heads), eps).to(x) for t in (q, k))
         decay = None if log_decay is None else log_decay.flatten(0, 1).index_select(0, heads).to(x)
         return log_read(q_of, k_of, x, decay, causal=causal)
 
@@ -117,5 +126,6 @@ def _linear_read(
         terms=terms,
         exact=exact,
         decision=decision,
+        products=q.dtype,
         implementation=implementation,
     )

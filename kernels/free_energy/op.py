@@ -76,6 +76,7 @@ def free_energy_read(
     exact: bool | None = None,
     decision: Decision | None = None,
     span: Tensor | None = None,
+    products: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> Tensor:
     """Return the two-level gated read o = gate * ((1 - lam) * mu + lam * F).
@@ -88,7 +89,8 @@ def free_energy_read(
 
     read(streams [b, h, t, n]) returns sum_i p_t(i) streams_i [b, h, t, n], in float32 or float64,
     with sum_i p_t(i) = 1. It is called once, with n = 2 dv ([v | U], see `kernels.free_energy`), or
-    n = dv without beta.
+    n = dv without beta. products: the dtype to which ``read`` rounds streams and reads; if it is
+    v's, the fast form may exchange them with ``read`` in this dtype.
 
     log_weights(start, stop) returns log p_t(i) of these rows, [b, h, stop - start, t], up to a
     constant per row, -inf for unread keys. The definition calls it block by block, O(t^2) in total.
@@ -123,20 +125,23 @@ def free_energy_read(
         implementation, v.device, {"triton": "float64" if v.dtype == torch.float64 else None}.get
     )
     wide = compute_type(v)
-    values = v.to(wide)
     if beta is None:
+        values = v if v.dtype == products and not exact else v.to(wide)
         out = exact_read(values, None, log_weights, terms=terms)[0] if exact else read(values)
         return (out if gate is None else gate.to(wide) * out).to(v.dtype)
     temperature = beta.to(wide)
     if exact:
-        mu, free_energy = exact_read(values, temperature, log_weights, terms=terms)
+        mu, free_energy = exact_read(v.to(wide), temperature, log_weights, terms=terms)
         assert free_energy is not None
         return mix_gap(mu, free_energy - mu, lam, gate).to(v.dtype)
     window = (_triton_window if chosen == "triton" else value_window)(
-        values if span is None else span.to(wide), temperature
+        v if span is None else span, temperature
     )
     used = Decision() if decision is None else decision
     heads = 0 if exact is False else used.heads(window.largest)
+    # With wild heads, the gradients of both forms are summed in the compute dtype.
+    narrow = chosen == "triton" and v.dtype == products and not heads
+    values = v if narrow else v.to(wide)
     out, mu = (_triton_read if chosen == "triton" else _read)(
         values, temperature, lam, gate, read, window
     )

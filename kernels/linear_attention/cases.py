@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.check import Draw, Inputs, Outputs, Suite
-from kernels.linear_attention.op import linear_attention
+from kernels.linear_attention.op import features, linear_attention
 
 
 def _random(
@@ -20,18 +20,24 @@ def _random(
     strength: float = 0.3,
     normalise: bool = True,
     initial: bool = False,
+    eps: float | None = None,
 ) -> Inputs:
-    """Draw features in [0, 1], or signed ones if not normalised; log-decays are uniform down to
-    -strength.
+    """Draw features in [0, 1], or signed ones if not normalised or before relu(x) + eps; log-decays
+    are uniform down to -strength.
     """
     uniform = Draw(size["tokens"]).uniform
     shape = size["batch"], size["heads"], size["tokens"]
 
     keys, values = size["keys"], size["values"]
-    q, k = (uniform(*shape, keys) - (0 if normalise else 0.5) for _ in range(2))
+    signed = not normalise or eps is not None
+    q, k = (uniform(*shape, keys) - 0.5 * signed for _ in range(2))
     made: Inputs = {"q": q, "k": k, "v": 2 * uniform(*shape, values) - 1, "normalise": normalise}
     if decay != "none":
         made["log_decay"] = -strength * uniform(*shape, *([keys] if decay == "channel" else []))
+    if eps is not None:
+        made["eps"] = eps
+        made["q"][:, :, -2:] = 0  # relu has no gradient at 0
+        made["k"][..., -1] = 0
     if initial:
         made["initial"] = uniform(*shape[:2], keys, values + normalise)
     return made
@@ -96,7 +102,7 @@ def weights_and_decays(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
     Sums of log-decays over (i, t] are computed term by term.
     """
-    q, k = x["q"], x["k"]
+    q, k = (features(x[name], x.get("eps")) for name in "qk")
     tokens = q.shape[2]
     decay = x.get("log_decay", torch.zeros_like(q[..., 0]))
     decay = decay if decay.dim() == 4 else decay[..., None]
@@ -117,7 +123,8 @@ def weights_and_decays(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _definition(x: Inputs) -> Outputs:
     """Compute all weights at once."""
-    q, k, v, normalise, initial = x["q"], x["k"], x["v"], x["normalise"], x.get("initial")
+    q, k = (features(x[name], x.get("eps")) for name in "qk")
+    v, normalise, initial = x["v"], x["normalise"], x.get("initial")
     weights, kept, decay = weights_and_decays(x)
     values = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v
     y, state = weights @ values, (k * kept[:, :, -1]).mT @ values
@@ -152,6 +159,10 @@ SUITE = Suite(
         "plain, a decay a channel": lambda size: _random(
             size, "channel", normalise=False, initial=True
         ),
+        "relu": lambda size: _random(size, eps=1e-3),
+        "relu, a decay a head": lambda size: _random(size, "head", initial=True, eps=1e-3),
+        "relu, a decay a channel": lambda size: _random(size, "channel", initial=True, eps=1e-3),
+        "relu, plain": lambda size: _random(size, "head", normalise=False, eps=1e-3),
         "strong and weak, a head": lambda size: _mixed(size, "head"),
         "strong and weak, a channel": lambda size: _mixed(size, "channel"),
         "resets of single channels": _some_channels,

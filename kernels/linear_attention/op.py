@@ -1,5 +1,5 @@
-"""Linear attention with decay: `linear_attention`, and `log_weights` for exact forms. Feature maps,
-gates and norms belong to the layer.
+"""Linear attention with decay: `linear_attention`, and `log_weights` for exact forms. Gates and
+norms belong to the layer, and feature maps other than relu(x) + eps.
 
 The definition runs in plain PyTorch on any device, chunk by chunk, with time and memory linear in
 t. Every exponent is <= 0. Pairs within a chunk are weighted by exp of the sum of log-decays over
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, relu
 
 from kernels.arguments import check_first, check_others, operation, without_autocast
 from kernels.implementations import Implementation, Op, lacks_fla, lacks_triton
@@ -67,6 +67,7 @@ def linear_attention(
     *,
     causal: bool = True,
     normalise: bool = False,
+    eps: float | None = None,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return y_t = sum_{i <= t} ((q_t * exp(c_t - c_i)) . k_i) v_i with c = cumsum(log_decay), and
@@ -76,9 +77,10 @@ def linear_attention(
     h, t, dk] (for each channel) or None, initial [b, h, dk, dv], the state before the first token.
     Returns y [b, h, t, dv] and the state [b, h, dk, dv]. normalise: y is divided by the sum of its
     weights, which must not be negative (q and k >= 0); a row whose weights are all 0 returns its
-    own v. States then have one more column, the sums over ones: [b, h, dk, dv + 1]. causal False:
-    all tokens, weighted by exp(-|c_t - c_i|); no initial. The caller must ensure log_decay <= 0
-    (-inf, a full reset, is allowed); it is not checked, because that would wait for the device.
+    own v. States then have one more column, the sums over ones: [b, h, dk, dv + 1]. eps: relu(q) +
+    eps and relu(k) + eps, rounded to q's type, replace q and k. causal False: all tokens, weighted
+    by exp(-|c_t - c_i|); no initial. The caller must ensure log_decay <= 0 (-inf, a full reset, is
+    allowed); it is not checked, because that would wait for the device.
     Types: q, k, v all float64, float32, bfloat16 or float16, log_decay the same or float32; sums
     and states are float32 (float64 for float64). y has q's type. Time and memory are linear in t,
     forward and backward. implementation: "triton" multiplies float32 exactly and bfloat16 on the
@@ -96,7 +98,8 @@ def linear_attention(
     if chosen == "triton":
         from kernels.linear_attention.triton.function import TritonLinearAttention
 
-        return TritonLinearAttention.apply(q, k, v, log_decay, initial, normalise)
+        return TritonLinearAttention.apply(q, k, v, log_decay, initial, normalise, eps)
+    q, k = features(q, eps), features(k, eps)
     if chosen == "fla":
         return _by_fla(q, k, v, log_decay, initial, normalise)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -112,6 +115,11 @@ def linear_attention(
     else:
         y, state = both_ways(q.to(wide), k.to(wide), v.to(wide), decay, normalise)
     return y.to(q.dtype), state
+
+
+def features(x: Tensor, eps: float | None) -> Tensor:
+    """Return relu(x) + eps in x's type, or x if eps is None."""
+    return x if eps is None else relu(x) + eps
 
 
 def _unfit(q: Tensor, causal: bool, types: tuple[torch.dtype, ...]) -> str | None:
@@ -388,7 +396,11 @@ def _added(k: Tensor, values: Tensor, a: Tensor) -> Tensor:
 
 
 def end_state(
-    k: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    normalise: bool,
+    eps: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the final state of `linear_attention` without an initial state, by one product, and
     the log-decay of an initial state.
@@ -396,7 +408,7 @@ def end_state(
     Shapes and types are those of `linear_attention`. The log-decay is [b, h, 1 or dk, 1], in the
     state's type; None without log_decay.
     """
-    wide = torch.promote_types(k.dtype, torch.float32)
+    k, wide = features(k, eps), torch.promote_types(k.dtype, torch.float32)
     values = (torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v).to(wide)
     if log_decay is None:
         return k.to(wide).mT @ values, None

@@ -209,6 +209,37 @@ def test_the_work_of_a_wild_channel_is_its_head_s_and_linear_in_the_length() -> 
     assert 3.1 * (64 * dk + (64 + 2 * dk) * (dv + 1)) < 2048 * dv / 3
 
 
+@pytest.mark.parametrize("value_range", [3.0, 79.0, 400.0])
+def test_streams_in_bfloat16_have_the_bits_of_rounded_ones(value_range: float) -> None:
+    """Streams and reads that are exchanged in bfloat16 change no bit of o and its gradients.
+
+    A read that rounds float32 streams and returns float32 gives the same bits.
+    """
+    x = {
+        name: t.to(torch.float32 if name == "beta" else torch.bfloat16).requires_grad_()
+        for name, t in inputs(value_range=value_range, heads=2).items()
+    }
+    types = []
+
+    def of(*given: Any, products: torch.dtype | None) -> Tensor:
+        q, k, v, decay, *rest = given
+
+        def reading(streams: Tensor) -> Tensor:
+            types.append(streams.dtype)
+            y, _ = linear_attention(q, k, streams.to(q.dtype), decay, normalise=True)
+            return y.to(streams.dtype)
+
+        how: Any = {"exact": False, "products": products, "implementation": "triton"}
+        of_v: Any = (v, *rest, reading, lambda a, b: q)
+        return free_energy_read(*of_v, **how)
+
+    narrow, wide = (
+        with_gradients(x, partial(of, products=each)) for each in (torch.bfloat16, None)
+    )
+    assert types == [torch.bfloat16, torch.float32]
+    assert all(map(torch.equal, narrow, wide))
+
+
 @both
 @every_decay
 def test_keys_of_zeros_are_not_there(case: str, exact: bool) -> None:

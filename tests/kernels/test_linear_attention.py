@@ -95,7 +95,8 @@ def test_a_state_is_what_the_tokens_add_to_what_they_leave_of_the_one_before(cas
     )
     leaves = [x[name].requires_grad_() for name in ("k", "v", "log_decay", "initial") if name in x]
     _, state = linear_attention(**x)
-    end, fading = end_state(x["k"], x["v"], x.get("log_decay"), x["normalise"])
+    given = (x["k"], x["v"], x.get("log_decay"), x["normalise"])
+    end, fading = end_state(*given, x.get("eps"))
     made = end + (x["initial"] if fading is None else Damp.apply(x["initial"], fading))
     weights = torch.linspace(-1, 1, state.numel(), dtype=torch.float64).view_as(state)
     found, wanted = ((t.detach(), *torch.autograd.grad(t, leaves, weights)) for t in (made, state))

@@ -191,18 +191,15 @@ class ScanShape(PriorShape):
     def read_bytes(self, training: Training, fem: FemShape) -> float:
         """Return the bytes per token and head that the read keeps on a GPU.
 
-        These are the features of q and k (relu and sum), the decays, v and its streams, the output
-        in narrow and wide dtype, and the gates.
+        These are q and k before relu, the decays, v and its streams, the output, and the gates.
         """
-        e, wide, value = training.element, WIDE * (training.element < WIDE), fem.value_head
-        features = 2 * e * sum(self.slices().get(name, 0) for name in "qk") + 3 * WIDE * self.decays
+        e, value = training.element, fem.value_head
+        features = e * sum(self.slices().get(name, 0) for name in "qk") + 3 * WIDE * self.decays
         if training.again:
             return features + e * value * (1 + fem.temperature + fem.gate)
         if fem.free_energy:
-            return (
-                features + WIDE + value * (WIDE + 2 * wide + e * (4 + fem.temperature + fem.gate))
-            )
-        return features + WIDE + value * (wide + 2 * e + WIDE * fem.gate)
+            return features + WIDE + value * e * (5 + fem.temperature + fem.gate)
+        return features + WIDE + value * (2 * e + WIDE * fem.gate)
 
     def state_size(self, streams: int) -> int:
         """Return the count of numbers in the state for ``streams`` value channels.

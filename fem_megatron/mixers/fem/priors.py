@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import relu, softplus
+from torch.nn.functional import softplus
 
 from fem_megatron.context_parallel.ring import softmax_read
 from fem_megatron.context_parallel.scans import linear_scan
@@ -27,6 +27,7 @@ from kernels.free_energy.linear import linear_read
 from kernels.free_energy.op import value_window
 from kernels.free_energy.ranges import Decision, Ranges
 from kernels.linear_attention import linear_attention
+from kernels.linear_attention.op import features
 from kernels.ssm_read import ssm_read
 
 Parts = dict[str, Tensor]
@@ -87,11 +88,14 @@ class ScanPrior(Prior):
     the state. A token with no readable keys reads itself.
     """
 
+    eps: float | None = None
+
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return q, k and the log-decay; each may be None.
 
-        q and k: [s, b, h, d_k], not negative, in the products' dtype. log-decay: [s, b, h, 1 or
-        d_k], at most 0, wide. Without q and k the weights are those of the decay alone.
+        q and k: [s, b, h, d_k], in the products' dtype; with ``eps``, they are before the feature
+        map relu(x) + eps, else not negative. log-decay: [s, b, h, 1 or d_k], at most 0, wide.
+        Without q and k the weights are those of the decay alone.
         """
         raise NotImplementedError
 
@@ -119,6 +123,9 @@ class ScanPrior(Prior):
             if q is None or k is None:
                 assert decay is not None
                 q = k = torch.ones_like(decay)
+            eps = self.eps
+            if valid is not None or context.state is not None:
+                q, k, eps = features(q, eps), features(k, eps), None
             if valid is not None:
                 valid = valid[:, None, -v.shape[2] :, None]
                 k, v, decay = k * valid, v * valid, None if decay is None else decay * valid
@@ -128,8 +135,8 @@ class ScanPrior(Prior):
             if context.state is not None:
                 return self._decode(q, k, decay, values, context)
             if passes:
-                return self._pass(q, k, decay, values, span, context)
-            return self._read(q, k, decay, values, decision, causal=context.causal)
+                return self._pass(q, k, decay, values, span, eps, context)
+            return self._read(q, k, decay, values, decision, eps=eps, causal=context.causal)
 
         return context.per_document(read, q, k, decay, v, lam, gate, each=(beta,), passes=passes)
 
@@ -160,6 +167,7 @@ class ScanPrior(Prior):
         decay: Tensor | None,
         values: Values,
         span: Tensor | None,
+        eps: float | None,
         context: Context,
     ) -> Tensor:
         """Return the read of this rank's two chunks; the scan's state passes between chunks.
@@ -169,14 +177,15 @@ class ScanPrior(Prior):
         q, k = (t.to(product_type(values.v)) for t in (q, k))
 
         def read(streams: Tensor) -> Tensor:
-            o, _ = linear_scan(q, k, streams.to(q.dtype), decay, None, context, normalise=True)
+            given = (q, k, streams.to(q.dtype), decay, None, context)
+            o, _ = linear_scan(*given, normalise=True, eps=eps)
             return o.to(streams.dtype)
 
         def weights(start: int, stop: int) -> Tensor:
             raise AssertionError("the exact form needs the tokens of all ranks")
 
         both = None if span is None else torch.cat((span, span))
-        return free_energy_read(*values, read, weights, exact=False, span=both)
+        return free_energy_read(*values, read, weights, exact=False, span=both, products=q.dtype)
 
     def _read(
         self,
@@ -186,6 +195,7 @@ class ScanPrior(Prior):
         values: Values,
         decision: Decision | None,
         *,
+        eps: float | None,
         causal: bool,
     ) -> Tensor:
         """Return the read o of full sequences (`Prior.forward`), without a decoding state."""
@@ -193,7 +203,7 @@ class ScanPrior(Prior):
         q, k = (t.to(product_type(v)) for t in (q, k))
         exact = True if self.shape.backend == "reference" else None
         return linear_read(
-            q, k, v, decay, beta, lam, gate, causal=causal, exact=exact, decision=decision
+            q, k, v, decay, beta, lam, gate, eps=eps, causal=causal, exact=exact, decision=decision
         )
 
     def _decode(
@@ -259,13 +269,15 @@ class LinearPrior(ScanPrior):
     Gated linear attention (GLA) adds a log-decay -(relu(a) + eps).
     """
 
+    def __init__(self, shape: FemShape) -> None:
+        super().__init__(shape)
+        assert isinstance(shape.prior, LinearShape)
+        self.eps = shape.prior.eps
+
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        shape = self.shape.prior
-        assert isinstance(shape, LinearShape)
         wide = torch.promote_types(parts["q"].dtype, torch.float32)
-        narrow = product_type(parts["q"])
-        q, k = (relu(parts[name].to(narrow)) + shape.eps for name in ("q", "k"))
-        return q, k, -(relu(parts["decay"].to(wide)) + shape.eps) if shape.decays else None
+        q, k = (parts[name].to(product_type(parts[name])) for name in ("q", "k"))
+        return q, k, -features(parts["decay"].to(wide), self.eps) if "decay" in parts else None
 
 
 class DecayPrior(ScanPrior):

@@ -57,7 +57,8 @@ class GatedRead(torch.autograd.Function):
         )
         lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
         (b, h, tokens), dv = reads.shape[:3], beta.shape[1]
-        o = empty_as(reads, width=dv)
+        # In lam's order in memory, a layer's next product reads o without a copy.
+        o = empty_as(reads if lam is None else lam, reads.dtype, width=dv)
         rows, columns = row_blocks(dv)
         _epilogue_kernel[b * h * triton.cdiv(tokens, rows),](
             reads, beta, centre, shifted, lam, gate, o, *strides_of(reads, lam, gate, o), h,

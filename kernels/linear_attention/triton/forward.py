@@ -64,11 +64,25 @@ def damp(x, factor):
 
 
 @triton.jit
+def feature(x, known, RAGGED: tl.constexpr, EPS: tl.constexpr):
+    """Return relu(x) + EPS in x's type, or x if EPS is None. RAGGED: 0 in channels that are not
+    ``known``. Tokens after the last one have the feature EPS; callers multiply it by 0 or do not
+    store the product.
+    """
+    if EPS is not None:
+        positive = tl.where(x.to(tl.float32) < 0, 0.0, x)  # NaN stays NaN
+        x = (positive.to(tl.float32) + EPS).to(x.dtype)
+        if RAGGED:
+            x = tl.where(known, x, 0.0)
+    return x
+
+
+@triton.jit
 def states_kernel(
     x, v, high, low, share, weight, first, states, masses, last, T, N, H,
     x_b, x_h, x_t, v_b, v_h, v_t,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, NORMALISE: tl.constexpr, REVERSE: tl.constexpr,
+    DECAY: tl.constexpr, NORMALISE: tl.constexpr, REVERSE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Write the states S [dk, dv] at each chunk's start, S <- exp(chunk's decay) S + sum_i
     exp(decay after i) x_i v_i, chunk by chunk.
@@ -107,6 +121,7 @@ def states_kernel(
             mask=here[None, :] & (d < DK)[:, None],
             other=0.0,
         )
+        keys = feature(keys, (d < DK)[:, None], DK % BK > 0, EPS)
         values = tl.load(
             v + n * C * v_t + row[:, None] * v_t + j[None, :],
             mask=here[:, None] & (j < DV)[None, :],
@@ -115,6 +130,8 @@ def states_kernel(
         keys = keys.to(tl.float32)
         if NORMALISE and REVERSE:
             keys *= tl.load(share + bh * T + n * C + row, mask=here, other=0.0)[None, :]
+        elif EPS is not None:
+            keys = tl.where(here[None, :], keys, 0.0)
         if DECAY == HEAD:
             at = (bh * N + n) * C
             high_here, high_end = tl.load(high + at + row), tl.load(high + at + C - 1)
@@ -188,7 +205,7 @@ def level_terms(high, low, row, d, shift, DK: tl.constexpr):
 @triton.jit
 def pairs_kernel(
     q, k, high, low, pairs, T, N, H, q_b, q_h, q_t, k_b, k_h, k_t,
-    DK: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    DK: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Write the weights (q_t * exp(c_t - c_i)) . k_i of a chunk's pairs to pairs [b h, N C, C] in
     q's type, 0 where i > t.
@@ -208,6 +225,8 @@ def pairs_kernel(
         inside = here[:, None] & (d < DK)[None, :]
         queries = tl.load(q + row[:, None] * q_t + d[None, :], mask=inside, other=0.0)
         keys = tl.load(k + row[:, None] * k_t + d[None, :], mask=inside, other=0.0)
+        queries = feature(queries, (d < DK)[None, :], DK % BK > 0, EPS)
+        keys = feature(keys, (d < DK)[None, :], DK % BK > 0, EPS)
         own = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)
         weights += tl.where(row[:, None] == row[None, :], own[:, None], 0.0)
         for shift in range(LEVELS):
@@ -229,7 +248,7 @@ def read_kernel(
     x, y, v, high, low, pairs, states, masses, share, out, T, N, H,
     x_b, x_h, x_t, y_b, y_h, y_t, v_b, v_h, v_t,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, NORMALISE: tl.constexpr, REVERSE: tl.constexpr,
+    DECAY: tl.constexpr, NORMALISE: tl.constexpr, REVERSE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Write out [b h, t, dv]: the read of the rows x from the columns y of their chunk, with values
     v, and from the state.
@@ -259,12 +278,14 @@ def read_kernel(
         rows = tl.load(
             x + row[:, None] * x_t + d[None, :], mask=here[:, None] & (d < DK)[None, :], other=0.0
         )
+        rows = feature(rows, (d < DK)[None, :], DK % BK > 0, EPS)
         if DECAY != CHANNEL:
             columns = tl.load(
                 y + row[None, :] * y_t + d[:, None],
                 mask=here[None, :] & (d < DK)[:, None],
                 other=0.0,
             )
+            columns = feature(columns, (d < DK)[:, None], DK % BK > 0, EPS)
             weights += tl.dot(rows, columns, input_precision="ieee")
         else:
             at = row[:, None] * DK + d[None, :]

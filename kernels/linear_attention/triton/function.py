@@ -29,6 +29,7 @@ from kernels.linear_attention.triton.forward import (
     NONE,
     cumulate_kernel,
     damp,
+    feature,
     level_terms,
     pairs_kernel,
     read_kernel,
@@ -42,7 +43,7 @@ class TritonLinearAttention(torch.autograd.Function):
     """Autograd function (y, state) of q, k [b, h, t, dk], v [b, h, t, dv], log_decay [b, h, t], [b,
     h, t, dk] or None, initial.
 
-    float32 or bfloat16.
+    float32 or bfloat16. eps: as in `linear_attention`.
     """
 
     @staticmethod
@@ -54,17 +55,19 @@ class TritonLinearAttention(torch.autograd.Function):
         log_decay: Tensor | None,
         initial: Tensor | None,
         normalise: bool,
+        eps: float | None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the causal form of `linear_attention`; y in q's type, the state float32."""
         q, k, v = (rows_of(x) for x in (q, k, v))
         if log_decay is not None and log_decay.dim() == 4:
             log_decay = rows_of(log_decay)
         initial = None if initial is None else initial.contiguous()
-        call = _Call(q, v, log_decay, normalise)
+        call = _Call(q, v, log_decay, normalise, eps)
         states, masses, last = call.states(k, v, initial)
         share = q.new_empty(call.rows, call.tokens, dtype=torch.float32) if normalise else None
         y = call.read(q, k, v, call.pairs(q, k), states, masses, share, reverse=False)
         ctx.save_for_backward(q, k, v, log_decay, initial, share, y)
+        ctx.eps = eps
         ctx.set_materialize_grads(False)
         return y, last
 
@@ -75,9 +78,9 @@ class TritonLinearAttention(torch.autograd.Function):
         q, k, v, log_decay, initial, share, y = ctx.saved_tensors
         dy, d_last = grads
         if dy is None and d_last is None:
-            return (None,) * 6
+            return (None,) * 7
         dy = torch.zeros_like(y) if dy is None else rows_of(dy)
-        call = _Call(q, v, log_decay, share is not None)
+        call = _Call(q, v, log_decay, share is not None, ctx.eps)
         states, masses, _ = call.states(k, v, initial)
         # Minus y . dy is the gradient of a row's mass times that mass.
         terms = None if share is None else row_term(dy, y, share)
@@ -92,20 +95,28 @@ class TritonLinearAttention(torch.autograd.Function):
             None if da is None else da.to(log_decay.dtype),
             d_initial if initial is not None else None,
             None,
+            None,
         )
 
 
 class _Call:
     """One call: its plan, its decays cumulated within each chunk (high, low), and its launches."""
 
-    def __init__(self, q: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        normalise: bool,
+        eps: float | None,
+    ) -> None:
         self.heads, self.tokens, dk = q.shape[1:]
         self.rows = q.shape[0] * self.heads
         if log_decay is None:
             decay = plans.NONE
         else:
             decay = plans.HEAD if log_decay.dim() == 3 else plans.CHANNEL
-        self.plan = plans.Plan(dk, v.shape[3], decay, normalise, q.dtype == torch.float32)
+        self.plan = plans.Plan(dk, v.shape[3], decay, normalise, q.dtype == torch.float32, eps)
         self.chunks = cdiv(self.tokens, self.plan.chunk)
         self.per_chunk = self.rows * self.chunks
         self.high = self.low = None
@@ -318,7 +329,7 @@ def gradients_kernel(
     q, k, v, dy, high, low, share, weight, states, masses, d_states, d_masses, dq, dk, da, T, N, H,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    LEVELS: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr,
+    LEVELS: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Write dq, dk [b h, t, dk] and da.
 
@@ -380,6 +391,8 @@ def gradients_kernel(
     held = here[:, None] & known[None, :]
     queries = tl.load(q + row[:, None] * q_t + d[None, :], mask=held, other=0.0)
     keys = tl.load(k + row[:, None] * k_t + d[None, :], mask=held, other=0.0)
+    queries = feature(queries, known[None, :], DK % BK > 0, EPS)
+    keys = feature(keys, known[None, :], DK % BK > 0, EPS)
     kind = keys.dtype
     if NORMALISE:
         queries = (queries.to(tl.float32) * shares[:, None]).to(kind)
@@ -401,6 +414,12 @@ def gradients_kernel(
             d_pairs = tl.where(row[:, None] >= row[None, :], d_pairs, 0.0)
         gq += tl.dot(d_pairs.to(kind), keys, input_precision="ieee")
         gk += tl.dot(tl.trans(d_pairs).to(kind), queries, input_precision="ieee")
+    if EPS is not None:
+        # Loaded again, k first: otherwise sm_80 spills.
+        raw = tl.load(k + row[:, None] * k_t + d[None, :], mask=held, other=0.0, volatile=True)
+        gk = tl.where(raw.to(tl.float32) <= 0, 0.0, gk)
+        raw = tl.load(q + row[:, None] * q_t + d[None, :], mask=held, other=0.0, volatile=True)
+        gq = tl.where(raw.to(tl.float32) <= 0, 0.0, gq)
     if NORMALISE:
         gq *= shares[:, None]
     to = (bh * T + n * C) * DK + (row[:, None] * DK + d[None, :])

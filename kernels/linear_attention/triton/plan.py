@@ -25,6 +25,7 @@ class Plan(NamedTuple):
     decay: int
     normalise: bool
     wide: bool
+    eps: float | None = None
 
     @property
     def chunk(self) -> int:
@@ -54,8 +55,9 @@ class Plan(NamedTuple):
         return (self.key_width, self.keys) if self.decay == CHANNEL else (1, 1)
 
     def given(self, kernel: Any, **more: Any) -> dict[str, Any]:
-        """Return a kernel's constants, warps and stages. The pass over the chunks loads ahead; the
-        others have few loads in sequence.
+        """Return a kernel's constants, warps and stages. The pass over the chunks loads ahead, and
+        so do gradients of relu's inputs, which would spill otherwise; the others have few loads in
+        sequence.
         """
         gradients, states = "d_states" in kernel.arg_names, "first" in kernel.arg_names
         width, block = self.decay_widths
@@ -68,16 +70,18 @@ class Plan(NamedTuple):
             "LEVELS": self.chunk.bit_length() - 1,  # levels of a chunk's binary splitting
             "DECAY": self.decay,
             "NORMALISE": self.normalise,
+            "EPS": self.eps,
             "W": width,
             "BW": block,
         } | more
         # If some rows do not begin at multiples of 16 bytes, each number has a separate address,
         # and 4 warps would spill.
+        ahead = states or (gradients and self.eps is not None)
         odd_widths = any(width % 8 and width > 1 for width in (self.key_width, self.value_width))
         warps = 8 if not self.wide and (odd_widths or (gradients and self.decay == CHANNEL)) else 4
         return {name: value for name, value in constants.items() if name in kernel.arg_names} | {
             "num_warps": warps,
-            "num_stages": 3 if states and not odd_widths else 2,
+            "num_stages": 3 if ahead and not odd_widths else 2,
         }
 
 
