@@ -57,8 +57,10 @@ EXAMPLES = """examples:
   print the keys of a section with types, defaults and meanings:
     pretrain --help optimizer
 """
-
-
+PROCESSES = (
+    "train on N ranks of this machine, which are forked after one import of the training code, so "
+    "that they start sooner than under torchrun"
+)
 REHEARSED = ("h100", "h200", "cpu")
 TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # variable that torchrun sets for its ranks
 RANK_0_SECONDS = 30.0  # in which torchrun ends the other ranks, if rank 0 reports the same mistake
@@ -158,15 +160,7 @@ def _parser() -> Parser:
             "such as data, batch and schedule may differ"
         ),
     )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help=(
-            "train on N ranks of this machine, which are forked after one import of the training "
-            "code, so that they start sooner than under torchrun"
-        ),
-    )
+    parser.add_argument("--processes", type=int, metavar="N", help=PROCESSES)
     parser.add_argument(
         "-h",
         "--help",

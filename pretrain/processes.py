@@ -24,6 +24,7 @@ from fem_common.signals import PDEATHSIG, prctl, taken
 from pretrain.signals import STOP
 
 GRACE_SECONDS = 30.0  # from SIGTERM to SIGKILL after a failure of another rank, as under torchrun
+PASSED_ON = (*STOP, signal.SIGUSR2)
 ON_DEMAND = (  # modules that a rank imports after its start
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.torch",
@@ -40,12 +41,10 @@ def import_trainer(more: Iterable[str] = ()) -> None:
     If torch is built for CUDA, import only torch: Megatron-core asks CUDA for devices, and CUDA
     cannot be used in a process that is forked after that.
     """
-    import torch
-
-    if torch.backends.cuda.is_built():
-        return
     from fem_megatron.megatron import platform
 
+    if platform.built_for_cuda():
+        return
     platform.import_megatron()
     platform.prepare()
     for name in ("pretrain.run", *ON_DEMAND, *more):
@@ -80,9 +79,11 @@ def run_ranks(count: int, rank: Callable[[], int]) -> int:
         _signal(ranks, number)
 
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until the ranks can receive them
         for process in ranks:
             process.start()
-        with taken((*STOP, signal.SIGUSR2), pass_on):
+        with taken(PASSED_ON, pass_on):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
             return _wait(ranks)
     finally:
         _signal(ranks, signal.SIGKILL)
@@ -113,6 +114,7 @@ def _rank(number: int, count: int, port: int, parent: int, rank: Callable[[], in
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before prctl took effect
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.environ.update(
         RANK=str(number),
         LOCAL_RANK=str(number),
