@@ -78,8 +78,9 @@ def test_a_signal_to_the_parent_ends_the_ranks(number: signal.Signals) -> None:
     """Each rank receives a stop signal once, and can save; a killed parent's ranks are killed."""
     process = ranks(
         "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
-        "    print('ready', flush=True)\n"
-        "    try: time.sleep(1000)\n"
+        "    try:\n"
+        "        print('ready', flush=True)\n"
+        "        time.sleep(1000)\n"
         "    except KeyboardInterrupt: print('saved', flush=True)\n"
         "    return 0"
     )
