@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from pretrain.training_stages import Part, facts_of, parts_of, render_stages
 from pretrain.validate import Prepared, check_before_data, prepare
 
 USAGE = """pretrain CONFIG.yaml|RUN_DIR [section.key=value ...] [--fork NEW_RUN]
-                [--plan | --rehearse] [--check] [--resolve | --index]
+                [--processes N | --plan | --rehearse] [--check] [--resolve | --index]
        pretrain --help [SECTION] | --list-mixers"""
 EXAMPLES = """examples:
   print the requirements of the run without starting it:
@@ -43,7 +44,8 @@ EXAMPLES = """examples:
     pretrain configs/run/demo.yaml --check
   train with changed settings:
     pretrain configs/run/demo.yaml train.steps=100 model.fem.gate=false
-  train on two processes:
+  train on two processes of this machine; and the same under torchrun:
+    pretrain configs/run/demo.yaml --processes 2 parallel.tensor_model_parallel_size=2
     torchrun --nproc-per-node 2 -m pretrain configs/run/demo.yaml \\
         parallel.tensor_model_parallel_size=2
   print memory and communication of a step on each kind of rank:
@@ -55,8 +57,10 @@ EXAMPLES = """examples:
   print the keys of a section with types, defaults and meanings:
     pretrain --help optimizer
 """
-
-
+PROCESSES = (
+    "train on N ranks of this machine, which are forked after one import of the training code, so "
+    "that they start sooner than under torchrun"
+)
 REHEARSED = ("h100", "h200", "cpu")
 TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # variable that torchrun sets for its ranks
 RANK_0_SECONDS = 30.0  # in which torchrun ends the other ranks, if rank 0 reports the same mistake
@@ -65,10 +69,16 @@ RANK_0_SECONDS = 30.0  # in which torchrun ends the other ranks, if rank 0 repor
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, run the command, and return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    return run("pretrain", lambda: _report_errors(options), kept="the same command starts again")
+    launched = os.environ.get("WORLD_SIZE")
+    return _reported(lambda: _run(options, int(launched) if launched else None))
 
 
-def _report_errors(options: argparse.Namespace) -> int:
+def _reported(command: Callable[[], int]) -> int:
+    """Run the command, report its errors, and return the exit code."""
+    return run("pretrain", lambda: _report_errors(command), kept="the same command starts again")
+
+
+def _report_errors(command: Callable[[], int]) -> int:
     """Run the command, report errors to torchrun, and return the exit code.
 
     Input mistakes are raised only on local rank 0, so that each host prints them once; other ranks
@@ -76,9 +86,8 @@ def _report_errors(options: argparse.Namespace) -> int:
     """
     # One rank of each host prints, because a mistake may concern only one host.
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
-    launched = os.environ.get("WORLD_SIZE")
     try:
-        return _run(options, int(launched) if launched else None)
+        return command()
     except CommandError as error:
         silent = isinstance(error, UserError) and not speaks
         if silent and TORCHRUN in os.environ:
@@ -151,6 +160,7 @@ def _parser() -> Parser:
             "such as data, batch and schedule may differ"
         ),
     )
+    parser.add_argument("--processes", type=int, metavar="N", help=PROCESSES)
     parser.add_argument(
         "-h",
         "--help",
@@ -235,6 +245,11 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
     if options.gpus is not None:
         options.overrides = [*options.overrides, f"parallel.world_size={options.gpus}"]
     stops = options.plan or options.resolve or options.check or options.index or options.rehearse
+    if options.processes is not None and (options.processes < 1 or stops or launched):
+        raise ConfigError(
+            f"--processes {options.processes}: give the number of ranks to start, at least 1, "
+            "without torchrun and without an option that does not train"
+        )
     try:
         config = (
             load_given(options.config, options.overrides)
@@ -245,7 +260,7 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
         if error.config is not None:
             prepare(
                 error.config,
-                None if stops else launched or 1,
+                None if stops else launched or options.processes or 1,
                 plan_only=options.plan or options.resolve or options.rehearse,
                 before=error.mistakes,
             )
@@ -263,6 +278,8 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
             plan=options.plan,
             check=options.check,
         )
+    elif options.processes is not None:
+        return _fork(config, options.processes)
     else:
         return _train(config, launched or 1)
     return 0
@@ -446,6 +463,23 @@ def _index(prepared: Prepared, launched: int) -> int:
 
     build_index(prepared)
     return 0
+
+
+def _fork(config: RunConfig, count: int) -> int:
+    """Check the run, import the training code, and train on ``count`` forked ranks."""
+    prepare(config, count)
+    if count > 1:  # as torchrun; libraries read it when they are imported
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from pretrain.processes import import_trainer, run_ranks
+
+    import_trainer()
+
+    def rank() -> int:
+        code = _reported(lambda: _train(config, count))
+        signals.ignore()
+        return code
+
+    return run_ranks(count, rank)
 
 
 def _train(config: RunConfig, launched: int) -> int:

@@ -293,9 +293,8 @@ def relaunch_command(world_size: int) -> str:
             f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port "
             "$MASTER_PORT"
         )
-    program = (
-        f"{start} -m pretrain" if world_size > 1 else f"{shlex.quote(sys.executable)} -m pretrain"
-    )
+    alone = world_size == 1 or any(word.startswith("--processes") for word in sys.argv)
+    program = f"{shlex.quote(sys.executable) if alone else start} -m pretrain"
     # Set if a launcher runs the code from another folder.
     paths = "".join(
         f"{name}={shlex.quote(os.environ[name])} "

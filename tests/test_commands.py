@@ -174,6 +174,9 @@ def _pretrain(words: list[str], processes: int | None) -> str | None:
     if "--fork" in words:
         at = words.index("--fork")
         words = [*words[:at], *words[at + 2 :], f"run_dir={words[at + 1]}"]
+    if "--processes" in words:
+        at = words.index("--processes")
+        words, processes = [*words[:at], *words[at + 2 :]], int(words[at + 1])
     try:
         config = with_vocabulary(load_run(ROOT / words[0], words[1:]))
         validate(config, processes or 1)

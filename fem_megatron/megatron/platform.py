@@ -91,6 +91,11 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def built_for_cuda() -> bool:
+    """Return True if torch is built for CUDA. Unlike `has_cuda`, this does not initialize CUDA."""
+    return torch.backends.cuda.is_built()
+
+
 def device() -> torch.device:
     """Return the device of this process's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -355,6 +356,56 @@ def test_sigterm_reaches_a_commands_children_and_not_itself(shell: Shell) -> Non
 
     shell.run([sys.executable, "-c", script], "waiting", 120, watch)
     assert signalled
+
+
+PROBE = """
+import os, sys, time
+print(sys.argv[1:], __name__, os.getcwd(), os.getsid(0) == os.getpid(), sys.stdin.read())
+print(os.environ["DEMO_WORD"], file=sys.stderr, flush=True)
+with open("how", "a") as file:
+    print("decimal" in sys.modules, file=file)
+time.sleep(float(sys.argv[1]))
+sys.exit(int(sys.argv[2]))
+"""
+CALLER = """
+import sys
+from pathlib import Path
+from tools.demo.shell import DemoError, Shell
+if __name__ == "__main__":
+    for forked in ((), ("probe",)):
+        shell = Shell(Path.cwd(), {"DEMO_WORD": "spoken"}, forked)
+        if forked:
+            shell.serve("decimal")
+        try:
+            shell.run([shell.python, "-m", "probe", *sys.argv[2:]], "probing", float(sys.argv[1]))
+        except DemoError as error:
+            print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "words", "end"),
+    [
+        ("120", ("0", "0"), "    spoken"),
+        ("120", ("0", "3"), "probing: the command above failed: exit code 3"),
+        ("5", ("1000", "0"), "probing: the command above took more than 5 s and was ended"),
+    ],
+)
+def test_a_forked_command_is_as_one_in_a_new_interpreter(
+    tmp_path: Path, limit: str, words: tuple[str, str], end: str
+) -> None:
+    """Output, folder, session, closed input, exit code and limit; only its imports are there."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "caller.py").write_text(CALLER)
+    command = [sys.executable, "caller.py", limit, *words]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr
+    printed = done.stdout.splitlines()
+    new, forked = printed[: len(printed) // 2], printed[len(printed) // 2 :]
+    assert new == forked and new[-1] == end
+    assert new[1] == f"    {[*words]} __main__ {tmp_path} True"
+    assert (tmp_path / "how").read_text() == "False\nTrue\n"
 
 
 def test_errors_of_a_user_are_one_line(

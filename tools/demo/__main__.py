@@ -32,6 +32,9 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+# Their commands run in forks of a process that has imported torch, Megatron-core and transformers.
+FORKED = ("pretrain", "tools.demo.megatron_logits", "tools.hf", "torch.distributed.run")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo and return the exit code."""
@@ -67,9 +70,10 @@ def _demo(out: Path, settings: list[str], readme: bool) -> None:
     config = load_run(ROOT / "configs" / "run" / "demo.yaml", settings)
     if readme:
         pages.check(ROOT, settings)
-    demo = steps.Demo(Shell(ROOT, ENVIRONMENT), out, config, tuple(settings))
+    demo = steps.Demo(Shell(ROOT, ENVIRONMENT, FORKED), out, config, tuple(settings))
     print_now(f"$ cd {ROOT}" if Path.cwd() != ROOT else f"in {ROOT}")
     print_now("$ export " + " ".join(f"{key}={value}" for key, value in ENVIRONMENT.items()))
+    print_now(f"# {', '.join(FORKED)}: run in forks of one process with their imports")
     found = steps.run(demo)
     _publish(found, demo)
     if readme:

@@ -6,22 +6,28 @@ is independent of what the commands do.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
 from fem_common.errors import Fault
+from fem_common.signals import taken
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 45.0  # torchrun itself gives its workers 30 s
@@ -41,10 +47,24 @@ class Shell:
     """Runner of commands in the folder ``root``.
 
     environment: variables that are added to those of this process.
+    forked: modules whose commands ``python -m MODULE`` run in processes that are forked from the
+    server, instead of in new interpreters.
     """
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
+    forked: Collection[str] = ()
+
+    def serve(self, preloaded: str) -> None:
+        """Start the server for the commands of ``forked``, a process that imports ``preloaded``.
+
+        It ends with this process. Without this call, the first such command starts it, without
+        imports.
+        """
+        os.environ.update(self.environment)
+        _CONTEXT.set_forkserver_preload([preloaded])
+        with taken([signal.SIGINT], signal.SIG_IGN):  # a terminal's Ctrl-C is for this process
+            forkserver.ensure_running()
 
     @property
     def python(self) -> str:
@@ -107,17 +127,7 @@ class Shell:
         """
         output(f"  $ {printed(command)}")
         try:
-            process = subprocess.Popen(
-                command,
-                cwd=self.root,
-                env={**os.environ, **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+            process = self._started(command)
         except OSError as error:
             raise DemoError(f"{what}: {command[0]} cannot be started: {error.strerror}") from None
         reader = threading.Thread(target=_show, args=(process, output), daemon=True)
@@ -137,6 +147,75 @@ class Shell:
             reader.join(timeout=5.0)
         if process.returncode:
             raise DemoError(f"{what}: the command above failed: exit code {process.returncode}")
+
+    def _started(self, command: Sequence[str]) -> subprocess.Popen[str] | Forked:
+        if [*command[:2]] == [self.python, "-m"] and command[2] in self.forked:
+            return Forked(command[2:], self.root)
+        return subprocess.Popen(
+            command,
+            cwd=self.root,
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+
+class Forked:
+    """Command ``python -m MODULE WORDS...`` in a fork of the server, with the interface of Popen.
+
+    words: MODULE WORDS... root: its working directory.
+    """
+
+    def __init__(self, words: Sequence[str], root: Path) -> None:
+        reader, writer = _CONTEXT.Pipe(duplex=False)
+        self._process = _CONTEXT.Process(target=_run_module, args=(words, root, writer))
+        with _LOCK:
+            self._process.start()
+        writer.close()
+        assert self._process.pid is not None
+        self.pid, self.terminate, self.kill = (
+            self._process.pid,
+            self._process.terminate,
+            self._process.kill,
+        )
+        self.stdout = open(os.dup(reader.fileno()), errors="replace")  # noqa: SIM115
+        reader.close()
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the command runs."""
+        with _LOCK:
+            return self._process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code. Raise subprocess.TimeoutExpired after ``timeout`` seconds."""
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return code
+
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_LOCK = threading.Lock()  # multiprocessing polls every process when one is started
+
+
+def _run_module(words: Sequence[str], root: Path, output: Connection) -> None:
+    """Run ``python -m WORDS...`` in this process, as `Shell` runs a command in a new one."""
+    os.setsid()
+    os.chdir(root)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv[:] = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def printed(command: Sequence[str]) -> str:
@@ -160,7 +239,7 @@ def _children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _show(process: subprocess.Popen[str], output: Callable[[str], object]) -> None:
+def _show(process: subprocess.Popen[str] | Forked, output: Callable[[str], object]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         if line == "Next:\n":  # the command's hints for its user: the demo has its own
@@ -169,7 +248,7 @@ def _show(process: subprocess.Popen[str], output: Callable[[str], object]) -> No
     process.stdout.read()
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str] | Forked) -> None:
     """End a command that still runs.
 
     It gets SIGTERM first, so that torchrun can end its workers. After GRACE_SECONDS the process and

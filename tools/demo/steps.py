@@ -19,7 +19,6 @@ from pretrain.report.history import History
 from tools.demo import report
 from tools.demo.report import NAMES, checkpoint_step, largest_difference
 from tools.demo.shell import DemoError, Shell, print_now, terminate_children
-from tools.scaling.verbs.collect import learning_settings
 
 VOCABULARY, VALID_PERCENT = 4096, "10"
 RECIPES = {"fem": "demo", "transformer": "demo_transformer"}  # model -> file in configs/run
@@ -105,19 +104,22 @@ class Demo:
         name: str,
         ranks: int,
         *arguments: str,
+        torchrun: bool = False,
         watch: Callable[[int], None] | None = None,
     ) -> None:
-        """Run ``pretrain`` under torchrun with ``ranks`` ranks for the run directory ``name``.
+        """Run ``pretrain`` with ``ranks`` ranks for the run directory ``name``.
 
         what: description of the command for error messages.
         arguments: additional overrides.
+        torchrun: start the ranks with torchrun, otherwise with ``--processes``.
         watch: see `Shell.run`.
         """
         recipe = RECIPES.get(name, RECIPES["fem"])
-        launcher = [*self.shell.torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain"]
+        count = ("--nproc-per-node" if torchrun else "--processes", str(ranks))
+        launcher = [*self.shell.torchrun, *count] if torchrun else [self.shell.python]
         settings = (*self.overrides(name), *self.settings, *arguments)
-        command = [*launcher, f"configs/run/{recipe}.yaml", *settings]
-        self.shell.run(command, what, TRAINING_LIMIT, watch)
+        command = [*launcher, "-m", "pretrain", f"configs/run/{recipe}.yaml", *settings]
+        self.shell.run(command if torchrun else [*command, *count], what, TRAINING_LIMIT, watch)
 
     def pretrain_and_stop(self, what: str, name: str, after: int) -> int:
         """Train with the SPLIT layout and send the workers SIGTERM after step ``after``.
@@ -126,11 +128,11 @@ class Demo:
         """
         signalled: list[int] = []
 
-        def watch(torchrun: int) -> None:
+        def watch(launcher: int) -> None:
             if not signalled and History.read(self.out / name).last_step >= after:
-                print_now(f"  $ pkill -TERM -P {torchrun}")
-                signalled.append(torchrun)
-                terminate_children(torchrun)
+                print_now(f"  $ pkill -TERM -P {launcher}")
+                signalled.append(launcher)
+                terminate_children(launcher)
 
         self.pretrain(what, name, 4, *SPLIT, watch=watch)
         total = self.config.train.steps or 0
@@ -194,7 +196,7 @@ class Demo:
             "continuing the copy", "fem_same_layout", self.stopped_at + COMPARED_STEPS
         )
         print_now(f"  now the run itself, at another layout ({RESUMED_LAYOUT}), to its end:")
-        self.pretrain("resuming", "fem", 2, DISTRIBUTED)
+        self.pretrain("resuming", "fem", 2, DISTRIBUTED, torchrun=True)
         resumed, copy = (
             History.read(self.out / name).part(after=self.stopped_at)
             for name in ("fem", "fem_same_layout")
@@ -314,6 +316,8 @@ def configuration_hash(root: Path, settings: Sequence[str] = ()) -> str:
 
     root: folder of the checkout. settings: the user's section.key=value.
     """
+    from tools.scaling.verbs.collect import learning_settings  # late: imports pandas
+
     # A new key with a default changes no run, so values that equal the defaults are left out.
     defaults = learning_settings(RunConfig())
     recipes = []
@@ -348,6 +352,7 @@ def run(demo: Demo) -> dict[str, Any]:
         DemoError: a step failed.
     """
     started = time.monotonic()
+    demo.shell.serve("tools.demo.preloaded")  # imports while the data are prepared
     steps: tuple[tuple[str, str, Callable[[], None]], ...] = (
         (
             "data",

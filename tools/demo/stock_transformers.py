@@ -35,7 +35,7 @@ def logit_difference(model: Any, tokens: np.ndarray, reference: np.ndarray) -> f
     return float((logits - torch.from_numpy(reference)).abs().max())
 
 
-def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -> tuple[float, int]:
+def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 4) -> tuple[float, int]:
     """Return (mean loss in nats per token, number of predicted tokens).
 
     Every token except the first is predicted once, in windows of ``length`` tokens that do not
