@@ -108,7 +108,9 @@ class _Launch:
 
 def _constants(dtype, features, turned, plain, lam, gate):
     """Return the widths, the tokens per program and the warps."""
-    numbers = UNEVEN if any(width % 8 for width in (turned // 2, plain, lam, gate)) else NUMBERS
+    numbers = NUMBERS
+    if any(width % 8 for width in (turned // 2, plain, lam, gate)):
+        numbers = UNEVEN if features else UNEVEN // 2  # more spilled at 42 channels
     numbers, widest = (
         FLOAT32 if dtype == torch.float32 else numbers,
         max(turned // 2, min(plain, SOME.value), lam, gate),
