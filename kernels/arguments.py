@@ -23,14 +23,15 @@ def autocast_on(x: Tensor) -> bool:
 
 
 def without_autocast(function: F) -> F:
-    """Decorate a backward, which is called with tensors among its arguments, to compute in its own
-    types, as `operation` does.
+    """Decorate a backward to compute in its own types, as `operation` does.
+
+    Gradients may be None; with all of them None, the call is passed on.
     """
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        x = next(each for each in args if isinstance(each, Tensor))
-        if not autocast_on(x):
+        x = next((each for each in args if isinstance(each, Tensor)), None)
+        if x is None or not autocast_on(x):
             return function(*args)
         with torch.autocast(x.device.type, enabled=False):
             return function(*args)

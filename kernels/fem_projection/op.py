@@ -243,7 +243,9 @@ class _Slices(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *scaled, cos, sin = ctx.saved_tensors
-        like = next(g for g in grads if g is not None)
+        like = next((g for g in grads if g is not None), None)
+        if like is None:
+            return (None,) * 6
         d_x = like.new_empty(ctx.shape)
         heads = d_x.view(*ctx.shape[:2], -1, sum(ctx.sizes))
         for n, (out, grad) in enumerate(zip(heads.split(ctx.sizes, -1), grads, strict=True)):
