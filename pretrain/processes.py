@@ -24,6 +24,7 @@ from fem_common.signals import PDEATHSIG, prctl, taken
 from pretrain.signals import STOP
 
 GRACE_SECONDS = 30.0  # from SIGTERM to SIGKILL after a failure of another rank, as under torchrun
+forked = False  # True in a rank that `run_ranks` started
 PASSED_ON = (*STOP, signal.SIGUSR2)
 ON_DEMAND = (  # modules that a rank imports after its start
     "megatron.core.datasets.helpers",
@@ -110,6 +111,8 @@ def _signal(ranks: Sequence[BaseProcess], number: int) -> None:
 
 def _rank(number: int, count: int, port: int, parent: int, rank: Callable[[], int]) -> None:
     """Call ``rank`` in a forked process with the launcher's variables, and exit with its result."""
+    global forked
+    forked = True
     prctl(PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before prctl took effect

@@ -25,6 +25,7 @@ from fem_common.errors import ConfigError, InUse
 from fem_common.files import append_json_line, expand_home, locked, write_atomically
 from fem_common.stores import folder_of
 from fem_common.text import first_few
+from pretrain import processes
 from pretrain.config import RunConfig, load_run
 from pretrain.report.history import ATTEMPTS
 
@@ -293,7 +294,7 @@ def relaunch_command(world_size: int) -> str:
             f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port "
             "$MASTER_PORT"
         )
-    alone = world_size == 1 or any(word.startswith("--processes") for word in sys.argv)
+    alone = world_size == 1 or processes.forked
     program = f"{shlex.quote(sys.executable) if alone else start} -m pretrain"
     # Set if a launcher runs the code from another folder.
     paths = "".join(

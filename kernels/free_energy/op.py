@@ -446,15 +446,11 @@ class ValueWindow:
 
         First multiply the sums in the state by ``rescale`` [b, h, 1, dv].
         """
-        return ValueStream.apply(
-            self.v, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool)
-        )
+        return ValueStream.apply(self.v, self.beta, self.centre, False)
 
     def gap(self, mu: Tensor, z: Tensor) -> Tensor:
         """Return F - mu [b, h, t, dv] from the reads of v and U."""
-        return FreeEnergyGap.apply(
-            mu, z, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool)
-        )
+        return FreeEnergyGap.apply(mu, z, self.beta, self.centre, False)
 
 
 # Most terms of a block, [batch, heads, rows, channels, keys]: about a CPU's cache, or enough to

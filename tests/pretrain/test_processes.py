@@ -26,9 +26,11 @@ import os, signal, sys, time
 from pretrain import processes
 from pretrain.processes import run_ranks
 processes.GRACE_SECONDS = 1.0
+def say(*words):  # in one write; an unbuffered print writes words one by one, ranks mix them
+    os.write(1, f"{{' '.join(words)}}\\n".encode())
 def rank():
     number = int(os.environ["RANK"])
-    print(number, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], flush=True)
+    say(os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"])
     {}
 sys.exit(run_ranks(3, rank))
 """
@@ -79,9 +81,9 @@ def test_a_signal_to_the_parent_ends_the_ranks(number: signal.Signals) -> None:
     process = ranks(
         "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
         "    try:\n"
-        "        print('ready', flush=True)\n"
+        "        say('ready')\n"
         "        time.sleep(1000)\n"
-        "    except KeyboardInterrupt: print('saved', flush=True)\n"
+        "    except KeyboardInterrupt: say('saved')\n"
         "    return 0"
     )
     assert process.stdout is not None

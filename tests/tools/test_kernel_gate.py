@@ -69,6 +69,12 @@ def _turned(a, N: tl.constexpr):
     x = tl.load(a + i[:, None] * N + j[None, :])
     tl.store(a + i[:, None] + j[None, :] * N, x)
 
+@triton.jit
+def _traps(a, N: tl.constexpr):
+    x = tl.load(a + tl.arange(0, N))
+    x = tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [x], tl.float32, False, 1)
+    tl.store(a + tl.arange(0, N), x)
+
 MATRIX = (_product,)
 
 def build(label, dtype="bf16", copies=False, warps=8, stages=2, rows=128):
@@ -84,9 +90,10 @@ if __name__ == "__main__":
         build("no wgmma", rows=64, warps=2),
         Build("__main__", "_unknown", "does not compile", (("a", "*fp32"),), (("N", 16),), (), 4, 1),
         Build("__main__", "_turned", "turned", (("a", "*fp32"),), (("N", 64),), ("a",), 4, 1),
+        Build("__main__", "_traps", "traps", (("a", "*fp32"),), (("N", 64),), ("a",), 4, 1),
     ]
     faults = {each.label: found.faults(each) for each, found in zip(builds, reports(builds, 90), strict=True)}
-    cached = _entries(builds[-2:], 90, Path(__file__).parent / "cache", "")
+    cached = _entries(builds[4:6], 90, Path(__file__).parent / "cache", "")
     print(json.dumps({**faults, "cached": [bool(folder) for folder, _ in cached], "uncached": [fault for _, fault in cached if fault]}))
 """  # noqa: E501
 
@@ -370,6 +377,7 @@ def test_each_fault_is_caught(tmp_path: Path) -> None:
     assert faults["no wgmma"][0] == "no HGMMA" and "HMMA and wgmma" in faults["no wgmma"][1]
     assert faults["turned"] == ["loads %a in another layout than it stores it"]
     assert faults["does not compile"][0].startswith("does not compile: ")
+    assert faults["traps"] == ["does not compile: the compiled program traps"]
     assert faults["cached"] == [False, True]  # the next case is compiled nevertheless
     assert [f"does not compile: {fault}" for fault in faults["uncached"]] == faults[
         "does not compile"

@@ -283,11 +283,12 @@ def _keys_kernel(
 def queries_blocks(dtype, width, is_second, padding):
     """Return the block sizes of the kernel over queries."""
     narrow = Blocks(128, 32 if is_second and padding else 64, 8, 2)
-    # With another stage, the sums would not fit the registers, for kbar those of sm_80.
+    # With another stage, the sums would not fit the registers, for kbar those of sm_80; with fewer
+    # rows, Triton 3.6.0 spills in float32.
     return fitting(
         dtype,
         SMALL,
-        FLOAT32,
+        FLOAT32 if is_second else Blocks(32, 16, 8, 1),
         narrow if padded(width) <= 64 else Blocks(128, 32, 8, 1 if is_second else 2),
     )
 
