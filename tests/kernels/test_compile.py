@@ -115,13 +115,18 @@ def test_a_layer_is_one_graph(name: str) -> None:
     rng = torch.Generator().manual_seed(1)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=rng)
-    x = torch.randn(20, 2, model.stream_size, generator=rng).requires_grad_()
-    found = []
-    for read in (block, torch.compile(block, fullgraph=True, backend="eager")):
-        y = read(x, Context())
-        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, *block.parameters()))))
-    # float32 rounding of sums in another order, amplified by the layer
-    assert all(relative(got, plain) <= 1e-5 for got, plain in zip(found[1], found[0], strict=True))
+    x = torch.randn(20, 2, model.stream_size, generator=rng)
+    # Sums are rounded in another order. The gradient of fem_mamba's delta_bias is a small sum of
+    # large terms: in float32 it differs by 2.7e-5 between the two, and by 4e-5 from float64.
+    for dtype, limit in ((torch.float32, 1e-4), (torch.float64, 1e-12)):
+        read, given = block.to(dtype), x.to(dtype).requires_grad_()
+        found = []
+        for layer in (read, torch.compile(read, fullgraph=True, backend="eager")):
+            y = layer(given, Context())
+            wanted = (given, *block.parameters())
+            found.append((y.detach(), *torch.autograd.grad(y.square().sum(), wanted)))
+        for got, plain in zip(*found, strict=True):
+            assert relative(got, plain) <= limit
 
 
 def test_a_copy_of_this_code_leaves_the_operations_alone() -> None:
