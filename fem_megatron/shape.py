@@ -202,9 +202,10 @@ class Training:
         input is complete on every rank, or split over the sequence if ``sliced``. All other bytes
         are split over the tensor-parallel ranks.
         """
-        on_a_gpu = kept.again if self.again else kept.gpu
-        channel = kept.fp32
-        if self.element != WIDE:
+        if self.element == WIDE:
+            channel = (kept.gpu_fp32 if self.cuda else None) or kept.fp32
+        else:
+            on_a_gpu = kept.again if self.again else kept.gpu
             channel = (on_a_gpu if self.cuda else None) or kept.bf16
         seen = channel * hidden + more
         full = self.element * hidden
@@ -224,12 +225,14 @@ class Kept(NamedTuple):
     gpu: in bf16 with GPU kernels (`pretrain.rehearsal`), at widths 256 and 1024. None: the
         value of a CPU applies.
     again: like gpu, but with recomputed reads. None: the value of a CPU applies.
+    gpu_fp32: like gpu, but in fp32. None: the value of a CPU applies.
     """
 
     fp32: float
     bf16: float
     gpu: float | None = None
     again: float | None = None
+    gpu_fp32: float | None = None
 
 
 ESTIMATE = "estimate"

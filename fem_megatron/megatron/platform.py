@@ -242,6 +242,11 @@ def ending_with_parent(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def restore_linear(original: Callable[..., torch.Tensor]) -> None:
+    """Undo the replacement of ``torch.nn.functional.linear`` by another library."""
+    torch.nn.functional.linear = original
+
+
 def prepare() -> str:
     """Make Megatron-core usable on this machine and return the collective backend.
 

@@ -124,6 +124,7 @@ class DeepSpeedEngine:
         self.alone = "LOCAL_RANK" not in os.environ
         # DeepSpeed reads the variable at initialization and in steps.
         os.environ.setdefault("LOCAL_RANK", "0")
+        self.linear = torch.nn.functional.linear
         try:
             self.engine = _initialized(deepspeed, self.model, self._optimizer(), settings)
         except ConfigError:
@@ -216,10 +217,12 @@ class DeepSpeedEngine:
         self.state.restore(read, model_only=model_only)
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks from the model."""
+        """Remove DeepSpeed's hooks from the model and from torch."""
         self.engine.destroy()
         if self.config.engine.zero_stage == 3:
             _forget(self.model)
+            # ZeRO-3 replaces it for the rest of the process. The other one rounds differently.
+            platform.restore_linear(self.linear)
         self._leave_environment()
 
     def _leave_environment(self) -> None:

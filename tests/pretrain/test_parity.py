@@ -293,12 +293,13 @@ def check_equal(results: Results, model: str, layout: str) -> None:
     # by rounding changed it by 5e-6 in one process and by 3.3e-5 at TP2. bf16 keeps 8 bits: an
     # activation rounded after another order of summation changes by 4e-3; the loss averages over
     # 128 tokens. fp8: where sums differ in the last bit of fp32, a few operands of a million round
-    # to the neighbouring 8-bit number, which changes a channel of one token by 1e-2.
+    # to the neighbouring 8-bit number, which changes a channel of one token by 1e-2, and the next
+    # step's loss by 1.2e-5.
     other = (2e-5, 2e-5) if "deltanet" in model else (1e-6, 1e-6)
     loss_by, norm_by = {
         "bf16": (3e-4, 1e-2),
-        "fp8": (1e-5, 1e-4),
-        "fp8, delayed": (1e-5, 1e-4),
+        "fp8": (2e-5, 1e-4),
+        "fp8, delayed": (2e-5, 1e-4),
     }.get(model, other)
     # The gradient, moments and update of a tensor may be sums that nearly cancel: those of
     # differential's lambdas change by 1.1e-4. 1e-9: a thousandth of the smallest gradient in these
