@@ -116,9 +116,11 @@ def test_a_layer_is_one_graph(name: str) -> None:
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=rng)
     x = torch.randn(20, 2, model.stream_size, generator=rng)
-    # Sums are rounded in another order. The gradient of fem_mamba's delta_bias is a small sum of
-    # large terms: in float32 it differs by 2.7e-5 between the two, and by 4e-5 from float64.
-    for dtype, limit in ((torch.float32, 1e-4), (torch.float64, 1e-12)):
+    # Sums are rounded in another order, amplified by the layer. The gradient of fem_mamba's
+    # delta_bias is a small sum of large terms: in float32 it differs by 2.7e-5 between the two, and
+    # by 4e-5 from float64.
+    narrow = 1e-4 if name == "fem_mamba" else 1e-5
+    for dtype, limit in ((torch.float32, narrow), (torch.float64, 1e-12)):
         read, given = block.to(dtype), x.to(dtype).requires_grad_()
         found = []
         for layer in (read, torch.compile(read, fullgraph=True, backend="eager")):
