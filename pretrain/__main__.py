@@ -370,7 +370,7 @@ def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
     Raises ConfigError if the run cannot be rehearsed, or if --check is given and the memory does
     not fit.
     """
-    from fem_megatron.megatron.platform import import_megatron
+    from fem_megatron.megatron.upstream import import_megatron
 
     import_megatron()
     from pretrain.rehearsal import render, steps
@@ -456,7 +456,7 @@ def _index(prepared: Prepared, launched: int) -> int:
         raise ConfigError(
             f"--index runs in one process, but {launched} were started; run it without torchrun"
         )
-    from fem_megatron.megatron.platform import import_megatron
+    from fem_megatron.megatron.upstream import import_megatron
 
     import_megatron()
     from pretrain.run import build_index
@@ -489,7 +489,7 @@ def _train(config: RunConfig, launched: int) -> int:
         if first:  # the imports take seconds
             print(f"{config.name}: starting in run directory {folder}", flush=True)
         # Imported late, because planning and the checks above need no torch.
-        from fem_megatron.megatron.platform import import_megatron
+        from fem_megatron.megatron.upstream import import_megatron
 
         import_megatron()
         from pretrain.run import train

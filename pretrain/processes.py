@@ -42,12 +42,12 @@ def import_trainer(more: Iterable[str] = ()) -> None:
     If torch is built for CUDA, import only torch: Megatron-core asks CUDA for devices, and CUDA
     cannot be used in a process that is forked after that.
     """
-    from fem_megatron.megatron import platform
+    from fem_megatron.megatron import platform, upstream
 
     if platform.built_for_cuda():
         return
-    platform.import_megatron()
-    platform.prepare()
+    upstream.import_megatron()
+    upstream.prepare()
     for name in ("pretrain.run", *ON_DEMAND, *more):
         import_module(name)
     gc.freeze()  # a collection in a forked process then neither visits nor copies these objects

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import torch
 
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import platform, upstream
 
 
 @contextmanager
 def megatron_of_one_process() -> Iterator[None]:
-    platform.import_megatron()
+    upstream.import_megatron()
     platform.initialize_distributed()
     from megatron.core import parallel_state
 

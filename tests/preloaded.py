@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import upstream
 from pretrain.engines.deepspeed_ops import prepare_environment
 
 LAYERS = (
@@ -28,7 +28,7 @@ INSIDE = (  # modules that DeepSpeed's engines import at their first start
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )
-platform.import_megatron()
+upstream.import_megatron()
 for _name in (
     "pytest",  # imported by the test module that contains the function
     *(f"fem_megatron.mixers.{mixer}.layer" for mixer in LAYERS),

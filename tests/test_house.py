@@ -48,6 +48,7 @@ TORCH_FREE = [
 ]
 # Modules that use CUDA: the real machine, and an assumed one for traces.
 PLATFORM = "fem_megatron/megatron/platform.py"
+UPSTREAM = "fem_megatron/megatron/upstream.py"  # all patches of torch and Megatron-core
 FAKE_MACHINE = "fem_megatron/meta/fake_machine.py"
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 700, 100
@@ -167,7 +168,7 @@ def knows_cuda(sources: Sources) -> list[str]:
     """
     return [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
-        for name, node in nodes(sources, (PLATFORM, FAKE_MACHINE, "kernels/machine.py"))
+        for name, node in nodes(sources, (PLATFORM, UPSTREAM, FAKE_MACHINE, "kernels/machine.py"))
         if isinstance(node, ast.Attribute)
         and node.attr in ("cuda", "xpu", "mps", "accelerator")
         and ast.unparse(node).startswith("torch.")
@@ -175,7 +176,7 @@ def knows_cuda(sources: Sources) -> list[str]:
 
 
 def patches_a_library(sources: Sources) -> list[str]:
-    """Find assignments into torch or Megatron-core outside platform.py: ``torch.x = ``,
+    """Find assignments into torch or Megatron-core outside upstream.py: ``torch.x = ``,
     ``setattr(torch, ...)``, ``parallel_state.x = ``.
     """
     theirs = {name: {"torch", "megatron"} for name in sources}
@@ -186,7 +187,7 @@ def patches_a_library(sources: Sources) -> list[str]:
         ):
             theirs[name] |= {alias.asname or alias.name for alias in node.names}
     faults = []
-    for name, node in nodes(sources, (PLATFORM,)):
+    for name, node in nodes(sources, (UPSTREAM,)):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
             targets = node.targets
@@ -578,8 +579,8 @@ def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> 
     wandb one second, TensorBoard half.
     """
     code = (
-        "import sys, torch; from fem_megatron.megatron import platform; platform.import_megatron();"
-        " import pretrain.run; "
+        "import sys, torch; from fem_megatron.megatron import platform, upstream; "
+        "upstream.import_megatron(); import pretrain.run; "
     )
     code += "platform.initialize_distributed(); "
     code += (

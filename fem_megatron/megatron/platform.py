@@ -1,28 +1,15 @@
-"""Machine-dependent code: device, collective backend, random state, and Megatron-core without CUDA.
+"""Properties of this machine: device, memory, streams, clocks and random states.
 
-This is the only file that checks for a GPU and the only one that patches the pinned Megatron-core.
-Each patch documents its reason and the upstream lines that require it. On CUDA ``prepare`` installs
-only the fixes for checkpoint writers and for the gradient's norm.
-
-Long, because it contains all patches.
+This is the only file that checks for a GPU. `fem_megatron.megatron.upstream` patches Megatron-core.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-import logging
-import multiprocessing
 import os
-import queue
 import resource
-import signal
 import sys
-import threading
 import time
-import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -30,60 +17,7 @@ from typing import Any
 
 import torch
 
-from fem_common.signals import PDEATHSIG, prctl
-from fem_megatron.megatron.staging import staged
 from kernels.implementations import check_overrides
-
-MEGATRON_VERSION = "0.16.1"
-
-# Modules of megatron.core in use whose code names CUDA devices explicitly:
-# `torch.empty(..., device=torch.cuda.current_device())`, `torch.zeros(..., device="cuda")`,
-# `torch.cuda.synchronize()`. Only the *name* `torch` in these modules is replaced.
-PATCHED_MODULES = (
-    "dist_checkpointing.exchange_utils",
-    "dist_checkpointing.strategies.async_utils",
-    "dist_checkpointing.strategies.filesystem_async",
-    "dist_checkpointing.strategies.fully_parallel",
-    "dist_checkpointing.strategies.state_dict_saver",
-    "distributed.distributed_data_parallel",
-    "distributed.finalize_model_grads",
-    "distributed.param_and_grad_buffer",
-    "models.common.embeddings.rope_utils",
-    "models.common.embeddings.rotary_pos_embedding",
-    "models.common.language_module.language_module",
-    "optimizer",
-    "optimizer.clip_grads",
-    "optimizer.distrib_optimizer",
-    "optimizer.grad_scaler",
-    "optimizer.optimizer",
-    "parallel_state",
-    "pipeline_parallel.p2p_communication",
-    "pipeline_parallel.schedules",
-    "pipeline_parallel.utils",
-    "tensor_parallel.data",
-    "tensor_parallel.layers",
-    "tensor_parallel.mappings",
-    "tensor_parallel.random",
-    "tensor_parallel.utils",
-    "transformer.module",
-    "transformer.transformer_block",
-    "transformer.transformer_layer",
-    "transformer.utils",
-    "utils",
-)
-
-_FACTORIES = (
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "tensor",
-    "arange",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
-)
 
 
 def has_cuda() -> bool:
@@ -143,39 +77,6 @@ def toolkit() -> str | None:
     )
 
 
-def import_megatron() -> None:
-    """Import Megatron-core without its warnings; without CUDA this also halves the import time.
-
-    Call it before any other import of Megatron. It silences warnings of Megatron and torch about
-    things that this code already handles: no TE, no apex, renamed collectives.
-    """
-    for category in (UserWarning, FutureWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\..*")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    with contextlib.nullcontext() if has_cuda() else _without_compiler_and_loggers():
-        importlib.import_module("megatron.core")
-
-
-@contextlib.contextmanager
-def _without_compiler_and_loggers() -> Iterator[None]:
-    """Disable ``torch.compile`` as a decorator, and hide wandb and TensorBoard, within the context.
-
-    Upstream (jit.py:21, 0.16.1) decorates its fusions for CUDA, and the decorator imports torch's
-    compiler: three seconds in every process. inference/contexts/dynamic_context.py:70 and
-    timers.py:13 import the loggers, if installed, for inference and for timers that are not used.
-    """
-    compiler = torch.compile
-    absent = [name for name in ("wandb", "tensorboard") if name not in sys.modules]
-    torch.compile = lambda function: function  # type: ignore[assignment]
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        torch.compile = compiler
-        for name in absent:
-            del sys.modules[name]
-
-
 def check_kernel_overrides() -> None:
     """Raise ValueError if FEM_KERNELS names an unknown operation or implementation."""
     check_overrides()
@@ -189,88 +90,6 @@ def stored(tensor: torch.Tensor) -> Any:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
-def write_checkpoints_with(opened: Callable[[Any, str], Any], *, asynchronous: bool) -> None:
-    """Set how Megatron's checkpoint writers open files, run and report.
-
-    Call it before ``dist_checkpointing.save``. The opened files receive one call per tensor:
-    ``mark(start of its archive, `stored` bytes)``.
-
-    A rank's writers are threads. Upstream (filesystem_async.py:266, 0.16.1) forks a process for
-    each, which copies the rank's page tables, faults on every page of its tensors, and forks a
-    process that uses CUDA if the save is synchronous. In a synchronous save the writers report
-    through a queue in this process. Upstream starts a process for it that imports torch and
-    Megatron: four seconds of a first save. Upstream's ``write_preloaded_data``
-    (filesystem_async.py:342, 0.16.1) opens files with the builtin.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    threads = types.SimpleNamespace(
-        Process=threading.Thread, Queue=queue.Queue, JoinableQueue=queue.Queue
-    )
-    contexts = types.SimpleNamespace(
-        get_context=lambda kind: threads if kind == "fork" else multiprocessing.get_context(kind)
-    )
-    vars(filesystem_async).update(open=opened, mp=contexts)
-    if not asynchronous:
-        filesystem_async._results_queue = queue.SimpleQueue()
-    elif isinstance(filesystem_async._results_queue, queue.SimpleQueue):
-        filesystem_async._results_queue = None
-
-
-def read_checkpoints_with(reader: type) -> None:
-    """Set the subclass of torch's FileSystemReader that Megatron uses.
-
-    Call it before ``dist_checkpointing.load``. Upstream (strategies/torch.py:758 and 760,
-    0.16.1) uses fixed classes, which unpickle arbitrary objects and compare no checksums.
-    """
-    from megatron.core.dist_checkpointing.strategies import torch as upstream
-
-    vars(upstream).update(CachedMetadataFileSystemReader=reader, FileSystemReader=reader)
-
-
-def ending_with_parent(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``function`` for a forked process, which Linux then kills when its parent ends."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> None:
-        parent = multiprocessing.parent_process()
-        prctl(PDEATHSIG, signal.SIGKILL)
-        if parent is not None and os.getppid() != parent.pid:
-            os._exit(1)  # the parent ended before prctl took effect
-        function(*args, **kwargs)
-
-    return call
-
-
-def restore_linear(original: Callable[..., torch.Tensor]) -> None:
-    """Undo the replacement of ``torch.nn.functional.linear`` by another library."""
-    torch.nn.functional.linear = original
-
-
-def prepare() -> str:
-    """Make Megatron-core usable on this machine and return the collective backend.
-
-    Call it once, before any Megatron object is created.
-
-    Raises:
-        RuntimeError: if the installed Megatron-core is not the version for which the patches are
-        written.
-    """
-    import megatron.core
-
-    if megatron.core.__version__ != MEGATRON_VERSION:
-        raise RuntimeError(
-            f"megatron-core {megatron.core.__version__} is installed, but this code is verified "
-            f"against {MEGATRON_VERSION}: pip install megatron-core=={MEGATRON_VERSION}"
-        )
-    _fix_checkpoint_writers()
-    if has_cuda():
-        _keep_norm_on_device()
-        return "nccl"
-    _install_cpu_shim()
-    return "gloo"
-
-
 def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = False) -> None:
     """Start the default process group from the launcher's environment.
 
@@ -281,6 +100,8 @@ def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = Fals
         (tensor_parallel/layers.py:526, 0.16.1). An existing CUDA_DEVICE_MAX_CONNECTIONS is
         not changed.
     """
+    from fem_megatron.megatron.upstream import prepare
+
     settings: dict[str, Any] = {"backend": prepare(), "timeout": timedelta(minutes=timeout_minutes)}
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if has_cuda():
@@ -467,241 +288,3 @@ def transformer_config_overrides() -> dict[str, Any]:
         # gloo sends from the tensor's storage, which Megatron would free during the send.
         "deallocate_pipeline_outputs": False,
     }
-
-
-class _TorchProxy(types.ModuleType):
-    """``torch`` for a patched Megatron-core module, in which CUDA names mean the CPU."""
-
-    def __init__(self, overrides: dict[str, Any]):
-        super().__init__("torch")
-        self.__dict__.update(overrides)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
-            kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    return make
-
-
-def _cuda_stand_in() -> types.ModuleType:
-    """Return ``torch.cuda`` for patched modules.
-
-    The current device is the CPU, and streams never wait.
-    """
-    cuda = _TorchProxy({})
-    cuda.__dict__.update(
-        current_device=lambda: torch.device("cpu"),
-        synchronize=lambda *_: None,
-        empty_cache=lambda: None,
-        manual_seed=torch.manual_seed,
-        get_rng_state=lambda *_: torch.get_rng_state(),
-        set_rng_state=lambda state, *_: torch.set_rng_state(state),
-        is_available=lambda: False,
-    )
-    cuda.__class__ = _CudaProxy
-    return cuda
-
-
-class _CudaProxy(_TorchProxy):
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-
-@contextlib.contextmanager
-def _tensor_types_named_cuda() -> Iterator[None]:
-    """Report CUDA type names for CPU tensors within the context.
-
-    Megatron's optimizers accept parameters by the name of their CUDA type (optimizer.py:671-699,
-    distrib_optimizer.py:361-435, clip_grads.py:167).
-    """
-    real = torch.Tensor.type
-
-    def named(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
-        if dtype is None and not kwargs:
-            return real(self).replace("torch.", "torch.cuda.", 1)
-        return real(self, dtype, **kwargs)
-
-    torch.Tensor.type = named  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.Tensor.type = real  # type: ignore[method-assign]
-
-
-def _within_cuda_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _tensor_types_named_cuda():
-            return function(*args, **kwargs)
-
-    return call
-
-
-def _install_cpu_shim() -> None:
-    """Patch the listed modules to run on the CPU. Idempotent: an installed proxy is detected."""
-    core = {name: importlib.import_module(f"megatron.core.{name}") for name in PATCHED_MODULES}
-    if any(isinstance(module.torch, _TorchProxy) for module in core.values()):
-        return
-    # Megatron was imported without `import_megatron`: its fusions would start a C++ build.
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.set_stance("force_eager")
-    proxy = _TorchProxy(
-        {"cuda": _cuda_stand_in(), **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}}
-    )
-    for module in core.values():
-        module.torch = proxy  # type: ignore[attr-defined]
-    # rope_utils.py:64 and language_module.py:244 call .cuda() on a tensor.
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    random = core["tensor_parallel.random"]
-    # random.py:41-112 read and write the CUDA generator through torch._C.
-    random._get_cuda_rng_state = (  # type: ignore[attr-defined]
-        lambda *_, **__: torch.get_rng_state()
-    )
-    random._set_cuda_rng_state = (  # type: ignore[attr-defined]
-        lambda state, *_, **__: torch.set_rng_state(state)
-    )
-    float16 = core["optimizer.optimizer"].Float16OptimizerWithFloat16Params
-    float16.__init__ = _within_cuda_names(float16.__init__)
-    distributed = core["optimizer.distrib_optimizer"].DistributedOptimizer
-    distributed.__init__ = _within_cuda_names(distributed.__init__)
-    clip = _within_cuda_names(core["optimizer.clip_grads"].clip_grad_by_total_norm_fp32)
-    core["optimizer.clip_grads"].clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
-    core["optimizer.optimizer"].clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
-    # utils.py:1205 sums squares with torch.norm. On the CPU its error is up to 2e-5 for a large
-    # fp32 tensor in which few rows contribute most of the norm (an embedding's gradient). The
-    # gradient norm, and therefore the clipping, would depend on how the tensor is split.
-    core["optimizer.clip_grads"].l2_norm_impl = _l2_norm  # type: ignore[attr-defined]
-    core["optimizer.clip_grads"].multi_tensor_scale_impl = _scale  # type: ignore[attr-defined]
-    buffers = core["distributed.param_and_grad_buffer"]
-    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        setattr(buffers, name, _not_alone(getattr(buffers, name)))
-
-
-def _not_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the collective of a bucket's buffer, without its call in a group of one rank.
-
-    The rank's share is a view of the entire buffer (param_and_grad_buffer.py:56, 0.16.1), so that
-    nothing would change, but gloo copies the buffer twice. The handle of an asynchronous call is
-    awaited later, so that call stays.
-    """
-
-    def call(output: torch.Tensor, given: torch.Tensor, **settings: Any) -> Any:
-        alone = settings["group"].size() == 1 and output.data_ptr() == given.data_ptr()
-        if alone and not settings["async_op"]:
-            return None
-        return collective(output, given, **settings)
-
-    return call
-
-
-def _keep_norm_on_device() -> None:
-    """Replace upstream's norm and scaling of gradients where neither is a fused kernel.
-
-    Without Transformer Engine and apex, upstream's norm copies a number per tensor to the host
-    (utils.py:1205-1207, 0.16.1), and its scaling makes and copies a temporary per tensor
-    (utils.py:1217).
-    """
-    from megatron.core import utils
-    from megatron.core.optimizer import clip_grads
-
-    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = _l2_norm
-    if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
-        clip_grads.multi_tensor_scale_impl = _scale
-
-
-def _scale(
-    _chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]], scale: float
-) -> None:
-    """Multiply the tensors of the first list, which is also the second, in place."""
-    torch._foreach_mul_(tensor_lists[0], scale)
-
-
-def _l2_norm(
-    _chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]], _per_tensor: bool
-) -> tuple[torch.Tensor, None]:
-    """Return the Euclidean norm of all tensors together.
-
-    Each part is computed in its own precision, and the sum over parts in float64. A part is a
-    tensor on a GPU, which adds in a tree, and a block of a tensor on a CPU.
-    """
-    if tensor_lists[0][0].is_cuda:
-        return torch.stack(torch._foreach_norm(tensor_lists[0])).double().norm().float().view(
-            1
-        ), None
-    parts = []
-    for tensor in tensor_lists[0]:
-        flat = tensor.reshape(-1)
-        full = flat.numel() // 1024 * 1024
-        parts += [
-            torch.linalg.vector_norm(blocks, dim=1)
-            for blocks in (flat[:full].view(-1, 1024), flat[None, full:])
-            if blocks.numel()
-        ]
-    return torch.cat(parts).double().norm().float().view(1), None
-
-
-def _fix_checkpoint_writers() -> None:
-    """Make checkpoint writers mark each tensor and report the real error of a failed write.
-
-    Also pack a GPU's tensors on the host (`fem_megatron.megatron.staging`).
-
-    Upstream (filesystem_async.py, 0.16.1): ``_write_item`` (386) raises the error that torch's zip
-    writer reports at its end ("unexpected pos"), which hides the file system's error. Errors that
-    ``write_preloaded_data_multiproc`` logs (326) are also raised, so the log entries are
-    suppressed.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async as upstream
-
-    writer = upstream.FileSystemWriterAsync
-    if getattr(writer, "_writers_fixed", False):
-        return
-    write_item = upstream._write_item
-
-    @functools.wraps(write_item)
-    def fixed_write_item(transforms: Any, stream: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            written = write_item(transforms, stream, data, *args, **kwargs)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-        if isinstance(data, torch.Tensor):
-            stream.mark(written.storage_data.offset, stored(data))
-        return written
-
-    upstream._write_item = fixed_write_item
-    writer.preload_tensors = staticmethod(_preloading_into_blocks(writer.preload_tensors))
-    upstream.logger.setLevel(logging.CRITICAL)
-    writer._writers_fixed = True
-
-
-def _preloading_into_blocks(preload: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap upstream's ``preload_tensors`` so that it receives host copies of a GPU's tensors.
-
-    Upstream (filesystem_async.py:212, 0.16.1) copies tensor by tensor. The copies are kept until
-    the next save: forked writers may share their memory, which torch would otherwise reuse in the
-    meantime.
-    """
-    kept: list[torch.Tensor] = []
-
-    def preload_from_blocks(write_buckets: list[Any], non_blocking: bool = True) -> Any:
-        kept.clear()
-        tensors: dict[int, torch.Tensor] = {}
-        for *_, (_, items) in write_buckets:
-            tensors |= {id(tensor): tensor for _, tensor in items if tensor.is_cuda}
-        kept.extend(staged([*tensors.values()]))
-        copies = dict(zip(tensors, kept, strict=True))
-        packed = []
-        for file, key, (others, items) in write_buckets:
-            on_host = [(item, copies.get(id(tensor), tensor)) for item, tensor in items]
-            packed.append((file, key, (others, on_host)))
-        return preload(packed, non_blocking)
-
-    return preload_from_blocks

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fem_megatron.megatron import fusions, platform
+from fem_megatron.megatron import fusions, upstream
 from fem_megatron.meta.trace import META, OnFakeGpu, Trace, counted, stand_in
 from kernels.machine import FAKE_GPU as FAKE_GPU
 from kernels.machine import name as name_of
@@ -48,7 +48,7 @@ def machine(
     fused: returns a substitute for a function that torch.compile would compile.
 
     If this process has a device other than ``device``, Megatron-core must not have been prepared
-    for it (``platform.prepare``).
+    for it (``upstream.prepare``).
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -65,7 +65,7 @@ def machine(
             _stand_in_kernels(stack, trace, fused)
         else:
             stack.enter_context(META)  # also the default device
-        platform.prepare()
+        upstream.prepare()
         torch.distributed.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=world_size
         )

@@ -14,13 +14,11 @@ classes (``pretrain.checkpoint.reader``).
 from __future__ import annotations
 
 import io
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +26,21 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError, StorageError, reason
 from fem_common.files import named_errors, remove_leftovers
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import upstream
 from pretrain.checkpoint.folder import (
     WRITING,
     Found,
-    HashedFile,
     Inherited,
     Log,
     Progress,
@@ -60,10 +52,11 @@ from pretrain.checkpoint.folder import (
     rewind,
     set_aside,
 )
-from pretrain.checkpoint.manifest import FORMAT, RNG_DEVICE
+from pretrain.checkpoint.manifest import FORMAT, RNG_DEVICE, VERSIONS
 from pretrain.checkpoint.mirroring import FETCHED, Mirroring, take_in
 from pretrain.checkpoint.random_state import kind_of, restore_rng, rng_tensors
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
+from pretrain.checkpoint.tensors import TensorSave
 from pretrain.collectives import from_rank_0
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
@@ -71,8 +64,6 @@ from pretrain.engines.sharding import data_parallel_group
 from pretrain.run_directory import mirror_of
 from pretrain.spikes import rewinds_to
 
-# Prefix that Megatron and Python put before the file system's message.
-_NUMBER = re.compile(r"^(Worker failure: )?(\[Errno \d+\] )?")
 # manifest["contents"] of a checkpoint without optimizer and random state; checkpoints of a run have
 # no such key.
 WEIGHTS_ALONE = "weights"
@@ -96,7 +87,8 @@ class Checkpoints:
         self.fetched: set[Path] = set()
         # Steps of the newest complete checkpoint, and of the newest one begun.
         self.saved = self.begun = 0
-        self.queue = AsyncCallsQueue()
+        # The asynchronous save in progress, and the function that completes it.
+        self.pending: tuple[TensorSave, Callable[[], None]] | None = None
         self.rank = torch.distributed.get_rank()
         self.run_id = ""  # see `pretrain.run_directory.identify`
         self.fetching = folder.parent / FETCHED
@@ -112,7 +104,7 @@ class Checkpoints:
 
         No save may be in progress.
         """
-        self.config, self.queue = config, AsyncCallsQueue()
+        self.config = config
 
     def sweep(self) -> None:
         """Delete the incomplete files of killed attempts. The run directory must be claimed."""
@@ -222,15 +214,7 @@ class Checkpoints:
             scales = {} if engine.scales is None else {"fp8": engine.scales.sharded_state()}
             rng = rng_tensors(self.config.parallel)
             state = {**engine.sharded_state(), **scales, "rng": rng}
-            strategy = FullyParallelSaveStrategyWrapper(
-                get_default_save_sharded_strategy("torch_dist"), data_parallel_group()
-            )
-            request = write_tensors(
-                _without_objects(state),
-                temporary,
-                strategy,
-                asynchronous=self.config.checkpoint.async_save,
-            )
+            save = begin_save(_without_objects(state), temporary)
         manifest = {
             **manifest_of(self.config, progress, content_keys, self.inherited),
             "run": self.run_id,
@@ -239,8 +223,7 @@ class Checkpoints:
 
         def finish() -> None:
             with _written(final, temporary):
-                for step in request.finalize_fns:
-                    step()
+                save.finish()
                 given = self.config.checkpoint
                 named = (self.folder / f"step_{step:08d}" for step in given.keep)
                 kept = {*self.in_use, *self._to_go_back_to(progress.step), *named}
@@ -248,11 +231,12 @@ class Checkpoints:
             self.log(f"checkpoint {final} ({time.monotonic() - started:.1f} s)")
             self.last, self.saved = final, progress.step
 
-        published = request._replace(finalize_fns=[finish])
         if self.config.checkpoint.async_save:
-            self.queue.schedule_async_request(published)
+            save.start()
+            self.pending = save, finish
         else:
-            published.execute_sync()
+            save.write()
+            finish()
 
     def _to_go_back_to(self, step: int) -> set[Path]:
         """Return the checkpoints to which a spike at a step after ``step`` may rewind the run."""
@@ -294,19 +278,24 @@ class Checkpoints:
             )
 
     def complete(self, *, blocking: bool, needed: bool = False) -> None:
-        """Publish asynchronous saves that have finished.
+        """Publish the asynchronous save, if there is one and it has finished.
 
-        ``blocking``: first wait for all saves. The exceptions are those of :meth:`save`.
+        ``blocking``: wait for it. The exceptions are those of :meth:`save`.
         """
+        if self.pending is None:
+            return
+        save, finish = self.pending
+        if not blocking and not save.done():
+            return
+        self.pending = None
         try:
-            self.queue.maybe_finalize_async_calls(blocking=blocking)
+            finish()
         except StorageError as error:
             self._go_on_without(error, needed=needed)
 
     def close(self) -> None:
-        """Wait for all saves and stop the writer."""
+        """Wait for the asynchronous save, and publish it."""
         self.complete(blocking=True, needed=True)
-        self.queue.close()
 
     def load(self, engine: Engine, found: Found, *, model_only: bool = False) -> None:
         """Read ``found`` into the engine, resharded to this run's layout.
@@ -323,11 +312,9 @@ class Checkpoints:
         """
         longest = max(found.inherited.context_length, self.config.data.seq_length)
         self.inherited = replace(found.inherited, context_length=longest, foreign=False)
-        platform.read_checkpoints_with(CheckedReader)
+        upstream.read_checkpoints_with(CheckedReader)
         # One data-parallel rank reads the data that several need and sends it to the others.
-        strategy = FullyParallelLoadStrategyWrapper(
-            get_default_load_sharded_strategy(str(found.path)), data_parallel_group()
-        )
+        strategy = FullyParallelLoadStrategyWrapper(_Loading(), data_parallel_group())
 
         def read(state: dict[str, Any]) -> dict[str, Any]:
             try:
@@ -337,7 +324,7 @@ class Checkpoints:
                     strategy,
                     strict=StrictHandling.RAISE_UNEXPECTED,
                 )
-            except CheckpointException as error:
+            except _ReadErrors as error:
                 raise _read_failure(found.path, error) from None
 
         engine.restore(read, model_only=model_only)
@@ -349,8 +336,24 @@ class Checkpoints:
             )
         if found.manifest.get("layout") == _layout(self.config) and not model_only:
             restore_rng(read, found, self.config, self.log)
+        if not model_only:
+            self._compare_versions(found)
         if found.path.parent == self.folder:
             from_rank_0(lambda: self._set_later_aside(found.path))
+
+    def _compare_versions(self, found: Found) -> None:
+        """Log one line if other versions of torch or Megatron-core wrote the checkpoint."""
+        written = found.manifest.get(VERSIONS, {})
+        other = [
+            f"{name} {written[name]} (now {version})"
+            for name, version in upstream.versions().items()
+            if written.get(name, version) != version
+        ]
+        if other:
+            self.log(
+                f"checkpoint {found.path} was written with {', '.join(other)}: training continues, "
+                "but the last bits of its results may differ"
+            )
 
     def _set_later_aside(self, step: Path) -> None:
         """Rename the checkpoints of later steps, which are damaged. Only rank 0 calls it."""
@@ -381,19 +384,46 @@ class Checkpoints:
         return path.stat().st_ino != before
 
 
-def _read_failure(step: Path, error: CheckpointException) -> BaseException:
-    """Return the exception that all ranks raise after at least one rank failed to read.
+class _ReadErrors(Exception):
+    """Errors of all ranks that failed to read, in the order of the ranks."""
 
-    All ranks know all failures, so that each raises the same exception.
+    def __init__(self, errors: list[BaseException]) -> None:
+        super().__init__(*errors)
+        self.errors = errors
+
+
+class _Loading(TorchDistLoadShardedStrategy):
+    """Megatron's reader, whose failure on any rank is raised on all.
+
+    Since 0.18 a rank does not learn of another's failure (strategies/torch.py:903, 0.18.0), and
+    would wait for its tensors.
     """
-    for _, (failure, _) in sorted(error.failures.items()):
-        if isinstance(failure, DamagedCheckpoint):
-            return DamagedCheckpoint(f"checkpoint {step} is damaged: {failure}")
-        if isinstance(failure, ConfigError):
-            return failure
-        if isinstance(failure, OSError):
-            return StorageError(f"checkpoint {step} cannot be read: {reason(failure)}")
-    return error
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the tensors; all ranks must call it together. Raises `_ReadErrors`."""
+        state = None
+        failed = list[BaseException]()
+        try:
+            state = super().load(*args, **kwargs)
+        except CheckpointException as error:
+            failed = [failure for _, (failure, _) in sorted(error.failures.items())]
+        gathered: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(gathered, failed)
+        if errors := [error for rank in gathered for error in rank]:
+            raise _ReadErrors(errors)
+        return state
+
+
+def _read_failure(step: Path, failed: _ReadErrors) -> BaseException:
+    """Return the exception that all ranks raise after at least one rank failed to read."""
+    for error in failed.errors:
+        if isinstance(error, DamagedCheckpoint):
+            return DamagedCheckpoint(f"checkpoint {step} is damaged: {error}")
+        if isinstance(error, ConfigError):
+            return error
+        if isinstance(error, OSError):
+            return StorageError(f"checkpoint {step} cannot be read: {reason(error)}")
+    return failed
 
 
 @contextmanager
@@ -412,33 +442,24 @@ def _written(final: Path, temporary: Path) -> Iterator[None]:
         raise StorageError(f"checkpoint {final} cannot be written: {error}") from None
 
 
-def write_tensors(
-    state: dict[str, Any], folder: Path, strategy: Any, *, asynchronous: bool = False
-) -> AsyncRequest:
-    """Write the sharded tensors of ``state`` in Megatron's format; all ranks must call it together.
+def begin_save(state: dict[str, Any], folder: Path) -> TensorSave:
+    """Write the small files of a checkpoint and plan those of its tensors.
 
-    This does the steps of Megatron's ``dist_checkpointing.save`` separately, so that one rank's
-    failure reaches all ranks. The small files are written at once, the tensors when the returned
-    request is executed or scheduled.
+    All ranks must call it together. This does the steps of Megatron's ``dist_checkpointing.save``
+    separately, so that one rank's failure reaches all ranks.
 
     Raises:
-        ConfigError, StorageError: on all ranks, in this function and at the request's end, if the
-            file system refuses a rank's files.
+        ConfigError, StorageError: on all ranks, if the file system refuses a file.
     """
-    platform.write_checkpoints_with(HashedFile, asynchronous=asynchronous)
     tensors, common = save_preprocess(state)
-    from_rank_0(lambda: write_common(folder, common))
-    from_rank_0(
-        lambda: save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
-    )
-    request = strategy.async_save(tensors, folder)
-    (finish,) = request.finalize_fns
-    write = (
-        platform.ending_with_parent(request.async_fn)
-        if asynchronous and request.async_fn
-        else request.async_fn
-    )
-    return request._replace(async_fn=write, finalize_fns=[partial(_finish_on_all_ranks, finish)])
+    from_rank_0(lambda: write_small_files(folder, common))
+    return TensorSave(folder, tensors, data_parallel_group())
+
+
+def write_small_files(folder: Path, common: dict[str, Any]) -> None:
+    """Write the state without tensors, and the name of the format. Raises OSError."""
+    write_common(folder, common)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 def write_common(folder: Path, common: dict[str, Any]) -> None:
@@ -451,27 +472,6 @@ def write_common(folder: Path, common: dict[str, Any]) -> None:
     torch.save(common, full)
     with named_errors(folder / "common.pt"):
         (folder / "common.pt").write_bytes(full.getbuffer())
-
-
-def _finish_on_all_ranks(finish: Callable[[], None]) -> None:
-    """Run ``finish``, the end of Megatron's save. Raise StorageError on all ranks if one failed."""
-    why = ""
-    try:
-        finish()
-    except CheckpointException as error:  # on all ranks; rank 0 has the failures
-        for rank, (failure, _) in sorted(error.failures.items())[:1]:
-            why = f"{_NUMBER.sub('', str(failure))} (rank {rank})"
-    except OSError as error:
-        # Rank 0 failed to write .metadata before it notified the other ranks, which wait for it
-        # (state_dict_saver.py:253, 0.16.1).
-        torch.distributed.broadcast(torch.ones(1, dtype=torch.int, device=platform.device()), src=0)
-        why = reason(error)
-
-    def raise_fault() -> None:
-        if why:
-            raise StorageError(why)
-
-    from_rank_0(raise_fault)
 
 
 def manifest_of(
@@ -492,6 +492,7 @@ def manifest_of(
         "inherited": asdict(inherited or Inherited(config.data.seq_length)),
         "layout": _layout(config),
         "config": plain(config),
+        VERSIONS: upstream.versions(),
     }
 
 

@@ -18,6 +18,8 @@ from pretrain.config import RunConfig
 FORMAT = 1
 # Manifest key: the kind of device that a checkpoint's random states belong to, cpu or cuda.
 RNG_DEVICE = "rng_device"
+# Manifest key: package -> version, of the packages that decide the bits of a step.
+VERSIONS = "versions"
 PICKLES = (".metadata", "common.pt")
 _KEYS = {"progress": dict, "data": str, "config": dict, "files": dict, "sha256": dict}
 _OPTIONAL = {
@@ -28,6 +30,7 @@ _OPTIONAL = {
     "training_data": str,
     "run": str,
     RNG_DEVICE: str,
+    VERSIONS: dict,
 }
 
 

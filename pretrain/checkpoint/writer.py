@@ -8,15 +8,12 @@ in memory at a time.
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fem_common.errors import convert_os_errors
-from fem_megatron.megatron.platform import stored
 from pretrain.checkpoint.folder import (
     TENSORS,
     WRITING,
@@ -35,7 +31,8 @@ from pretrain.checkpoint.folder import (
     Progress,
     publish_step,
 )
-from pretrain.checkpoint.manager import WEIGHTS_ALONE, manifest_of, write_common
+from pretrain.checkpoint.manager import WEIGHTS_ALONE, manifest_of, write_small_files
+from pretrain.checkpoint.tensors import Places, write_metadata, write_tensor
 from pretrain.config import RunConfig
 
 _FILE = f"__0_0{TENSORS}"  # name of rank 0's first file
@@ -99,20 +96,15 @@ def _write(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     locates the tensors.
     """
     tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
+    places: Places = {}
     with HashedFile(folder / _FILE) as file:
         for name, weight in weights:
-            start, begin = torch.Size([0] * weight.dim()), file.tell()
-            # A copy, since torch would save the complete storage of a view.
-            full = weight.detach().clone(memory_format=torch.contiguous_format)
-            torch.save(full, file)
-            file.mark(begin, stored(full))
+            start = torch.Size([0] * weight.dim())
             tensors[name] = TensorStorageMetadata(
                 TensorProperties(dtype=weight.dtype),
                 weight.size(),
                 [ChunkStorageMetadata(start, weight.size())],
             )
-            places[MetadataIndex(name, start)] = _StorageInfo(_FILE, begin, file.tell() - begin)
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(tensors, storage_data=places)))
-    write_common(folder, {})
-    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+            places[MetadataIndex(name, start)] = write_tensor(file, weight)
+    write_metadata(folder, Metadata(tensors), places)
+    write_small_files(folder, {})

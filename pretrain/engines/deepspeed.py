@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import _get_param_groups
 
 from fem_common.errors import ConfigError
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import platform, upstream
 from fem_megatron.update import Update
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
@@ -222,7 +222,7 @@ class DeepSpeedEngine:
         if self.config.engine.zero_stage == 3:
             _forget(self.model)
             # ZeRO-3 replaces it for the rest of the process. The other one rounds differently.
-            platform.restore_linear(self.linear)
+            upstream.restore_linear(self.linear)
         self._leave_environment()
 
     def _leave_environment(self) -> None:

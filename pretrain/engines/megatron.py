@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import platform, upstream
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
 from pretrain.engines.building import (
@@ -356,7 +356,7 @@ class MegatronEngine:
         gradients = [
             one
             for optimizer in self.optimizer.chained_optimizers
-            for one in optimizer.get_main_grads_for_grad_norm()
+            for one in upstream.gradients_for_norm(optimizer)
         ]
         if not gradients or (
             self.split is None and parallel_state.get_data_parallel_rank(with_context_parallel=True)

@@ -201,7 +201,7 @@ def test_what_is_computed_again_or_offloaded_has_the_same_gradients_to_the_bit(
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_group_of_one_rank_copies_no_buffer(ranks: int) -> None:
     """An asynchronous call has a handle that is awaited, so it is made for one rank too."""
-    from fem_megatron.megatron.platform import _not_alone
+    from fem_megatron.megatron.upstream import _not_alone
 
     calls: list[bool] = []
     buffer, group = torch.zeros(4), SimpleNamespace(size=lambda: ranks)
@@ -214,7 +214,7 @@ def test_a_group_of_one_rank_copies_no_buffer(ranks: int) -> None:
 def test_clipping_scales_in_place_as_upstream_does() -> None:
     from megatron.core.utils import local_multi_tensor_scale
 
-    from fem_megatron.megatron.platform import _scale
+    from fem_megatron.megatron.upstream import _scale
 
     ours, theirs = ([torch.arange(1.0, 9.0) / 7, torch.ones(3)] for _ in range(2))
     _scale(0, None, [ours, ours], 0.3)
@@ -226,7 +226,7 @@ def test_norm_of_many_parts_is_exact() -> None:
     """The gradient norm on the CPU: a large tensor with a few large rows, for which a plain float32
     sum is wrong by 2e-5.
     """
-    from fem_megatron.megatron.platform import _l2_norm
+    from fem_megatron.megatron.upstream import _l2_norm
 
     heavy = torch.randn(4096 * 64 + 37, generator=torch.Generator().manual_seed(0)) * 1e-4
     heavy[:6400] *= 1000

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -59,35 +57,3 @@ def test_copies_have_storages_of_their_own_size_and_keep_their_memory() -> None:
         # The file does not contain the entire block.
         assert len(written.getvalue()) < tensor.nbytes + 2000
         assert torch.equal(torch.load(io.BytesIO(written.getvalue()), weights_only=True), tensor)
-
-
-def test_a_save_stages_the_gpu_s_tensors_and_leaves_the_host_s(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The stand-ins for GPU tensors are not tensors: only `staged` may access them."""
-    platform.prepare()
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    requested: list[Any] = []
-    here = torch.ones(2)
-    there = [SimpleNamespace(is_cuda=True) for _ in range(2)]
-
-    def stand_in(tensors: list[Any]) -> list[torch.Tensor]:
-        requested.extend(tensors)
-        return [torch.full((3,), float(number)) for number in range(len(tensors))]
-
-    monkeypatch.setattr(platform, "staged", stand_in)
-    buckets: list[Any] = [
-        ("f", "k", (["bytes"], [("a", there[0]), ("b", here)])),
-        ("g", "l", ([], [("c", there[1])])),
-    ]
-    first, second = FileSystemWriterAsync.preload_tensors(buckets, True)
-    assert requested == there
-    assert first[:2] == ("f", "k")
-    assert first[2][0] == ["bytes"]
-    assert second[:2] == ("g", "l")
-    (a, staged_a), (b, kept) = first[2][1]
-    assert (a, b) == ("a", "b")
-    assert kept is here
-    assert staged_a.tolist() == [0.0] * 3
-    assert second[2][1][0][1].tolist() == [1.0] * 3

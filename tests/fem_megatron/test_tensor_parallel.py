@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fem_megatron.block import Block
 from fem_megatron.context_parallel.shape import SplitKinds, split_kinds
 from fem_megatron.context_parallel.split import SequenceSplit
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import platform, upstream
 from fem_megatron.shape import BlockShape, Shape, Training
 from fem_megatron.state import Context
 from kernels.free_energy.ranges import Ranges
@@ -180,7 +180,7 @@ def test_two_ranks_sum_the_loss_in_chunks(errors: Errors, case: tuple[Any, ...])
 
 def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
     """Return the errors of the cases, on each of ``world`` ranks."""
-    platform.import_megatron()
+    upstream.import_megatron()
     platform.initialize_distributed()
     from megatron.core import parallel_state, tensor_parallel
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import platform, upstream
 from launch.__main__ import main
 from tests.launch.hostile import program
 from tests.pretrain.test_deepspeed_ops import LOCK, OP, age, folder, needs_deepspeed
@@ -74,12 +74,13 @@ def test_fix_removes_what_was_left(folder: Path, capfd: pytest.CaptureFixture[st
 
 def test_another_megatron_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [check.level for check in machine.torch_and_megatron()] == ["ok", "ok"]
-    monkeypatch.setattr(platform, "MEGATRON_VERSION", "0.0.1")
+    monkeypatch.setattr(upstream, "installed", lambda: "0.16.0")
     last = list(machine.torch_and_megatron())[-1]
-    assert (last.level, last.name, last.remedy) == (
+    assert (last.level, last.name, last.text, last.remedy) == (
         "FAILED",
         "megatron-core",
-        "pip install megatron-core==0.0.1",
+        "0.16.0, but this code is verified against 0.16.1 or newer, below 0.20",
+        "pip install megatron-core==0.16.1",
     )
 
 

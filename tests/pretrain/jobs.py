@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import platform, upstream
 from pretrain.config import load_run
 from pretrain.validate import Prepared, prepare
 from tests.pretrain.conftest import DEMO
@@ -177,7 +177,7 @@ def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
     """Run jobs on every rank and return name -> result. Process groups of one layout are destroyed
     before the next ones are created.
     """
-    platform.import_megatron()
+    upstream.import_megatron()
     platform.initialize_distributed()
     answers = {}
     for job in jobs:

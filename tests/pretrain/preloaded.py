@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import upstream
 
-platform.import_megatron()
+upstream.import_megatron()
 for _name in (
     "tests.ranks",
     "tests.pretrain.jobs",

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +28,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from fem_megatron.megatron import platform
 from pretrain.__main__ import main
 from pretrain.checkpoint.folder import MANIFEST, PARTS, Progress, damage, newest_good, parts_of
 from pretrain.checkpoint.manager import Checkpoints
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint, read_metadata, read_part
+from pretrain.checkpoint.tensors import in_background
 from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
 from pretrain.report.loggers import Console
@@ -48,8 +49,7 @@ def _sleep(pipe: Any) -> None:
 
 
 def _rank_with_a_writer(pipe: Any) -> None:
-    context = multiprocessing.get_context("fork")
-    context.Process(target=platform.ending_with_parent(_sleep), args=(pipe,)).start()
+    in_background(partial(_sleep, pipe))
     time.sleep(PATIENCE)
 
 

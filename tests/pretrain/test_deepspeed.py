@@ -18,7 +18,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import upstream
 from pretrain.checkpoint.reader import load_full_model_state
 from tests.pretrain.conftest import DEMO, SMALL, data_of
 from tests.pretrain.jobs import (
@@ -192,7 +192,7 @@ def observe_stages(settings: list[str], stages: list[int]) -> dict[int, dict[str
     """Return stage -> observations for the tests: train a few steps, spoil two steps, restore, and
     inspect; on a separate rank.
     """
-    platform.import_megatron()
+    upstream.import_megatron()
     found = {}
     for stage in stages:
         with engine_of(
@@ -331,7 +331,7 @@ def skip_one(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]
 
     The second step is rejected, the third is not judged, and the fourth has no token to learn from.
     """
-    platform.import_megatron()
+    upstream.import_megatron()
     reported: list[tuple[float, float]] = []
 
     def taken(loss: float, grad_norm: float) -> bool:
@@ -393,7 +393,7 @@ def half_empty(settings: list[str]) -> list[tuple[float, float]]:
     """Return (loss, norm) of a step in which all tokens count, and of one in which no token of rank
     0 counts; neither updates weights.
     """
-    platform.import_megatron()
+    upstream.import_megatron()
     with engine_of([*settings, "train.on_spike=skip"]) as engine:
         mine = 1.0 if torch.distributed.get_rank() else 0.0
         steps = [

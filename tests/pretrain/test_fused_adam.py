@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fem_common.files import sha256
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import upstream
 from pretrain.checkpoint.folder import MANIFEST
 from pretrain.checkpoint.reader import read_common
 from pretrain.config import OptimizerConfig
@@ -141,7 +141,7 @@ def updates_on_a_gpu() -> dict[str, dict[str, float]]:
     """
     from pretrain.rehearsal.steps import rehearse
 
-    platform.import_megatron()
+    upstream.import_megatron()
     cases = {"distributed": [], "plain": [WHOLE], "Muon": [MUON], "ZeRO-1": deepspeed(1)}
     found: dict[str, dict[str, float]] = {}
     for name, more in cases.items():

@@ -18,7 +18,7 @@ from fem_common.errors import ConfigError
 from fem_megatron.catalogue import MIXERS, block
 from fem_megatron.config import ModelConfig
 from fem_megatron.diagnostics import observing
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import platform, upstream
 from fem_megatron.meta import fake_machine
 from fem_megatron.meta.trace import OnFakeGpu, Trace
 from fem_megatron.mixers.fem.shape import FemConfig
@@ -147,7 +147,7 @@ def trained(settings: list[str]) -> tuple[list[Any], list[Tensor], list[int]]:
 
 
 def compared(settings: list[str]) -> list[int]:
-    platform.import_megatron()
+    upstream.import_megatron()
     platform.initialize_distributed()
     plain, on = trained(settings), trained([*settings, ON])
     assert on[0] == plain[0] and len(on[0][-1]) > 4
@@ -198,7 +198,7 @@ def test_a_machine_without_a_gpu_is_reported() -> None:
 
 
 def on_paper(names: list[str]) -> tuple[set[str], float]:
-    platform.import_megatron()
+    upstream.import_megatron()
     report = rehearse(config_of(2, [*TP2, *SP, *pattern(names), ON], ON_A_GPU), 2, "h100")
     (rank,) = report.ranks
     reads = {re.sub(r":\d+", "", read) for read in rank.trace.reads}

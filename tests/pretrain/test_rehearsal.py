@@ -21,7 +21,7 @@ from fem_common.costs import Memory
 from fem_common.errors import ConfigError
 from fem_common.exits import Exit
 from fem_megatron.catalogue import MIXERS
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import platform, upstream
 from launch.job.rehearsal import fullest
 from pretrain.__main__ import main
 from pretrain.config import RunConfig, load_run
@@ -187,7 +187,7 @@ def recorded(rank: Rank) -> Recorded:
 
 def rehearsed(cases: Cases) -> dict[str, list[Recorded]]:
     """Return case -> records of the first rank of each pipeline stage."""
-    platform.import_megatron()
+    upstream.import_megatron()
     found = {}
     for name, (world, overrides) in cases.items():
         rehearsal = rehearse(config_of(world, overrides), world, "cpu")
@@ -201,7 +201,7 @@ def real(cases: Cases) -> dict[str, Recorded]:
     from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
-    platform.import_megatron()
+    upstream.import_megatron()
     platform.initialize_distributed()
     found = {}
     for name, (world, overrides) in cases.items():
@@ -257,7 +257,7 @@ def on_a_gpu(picture: Path) -> dict[str, Any]:
 
     Also the gradients of ZeRO-1, planned and rehearsed.
     """
-    platform.import_megatron()
+    upstream.import_megatron()
     found = {
         name: rehearse(config_of(*case, ON_A_GPU), case[0], "h100")
         for name, case in LAYOUTS.items()
@@ -325,7 +325,7 @@ def planned_and_kept(world: int, more: list[str]) -> dict[str, tuple[float, floa
     """Return size and mixer -> bytes per token that its layer saves, from two models with a layer
     of each; and the peaks of the full models.
     """
-    platform.import_megatron()
+    upstream.import_megatron()
     found = {}
     for size, names in itertools.product(LIKE, (PLANNED, [MOVING])):
         pattern = [
@@ -375,7 +375,7 @@ def test_what_layers_keep_on_a_gpu_is_planned_within_fifteen_percent(
 
 def planned_and_rehearsed(mixer: str) -> dict[str, tuple[int, int]]:
     """Return size, layout and stage -> planned and rehearsed peak of a rank."""
-    platform.import_megatron()
+    upstream.import_megatron()
     found = {}
     for size, (way, (world, more)) in itertools.product(LIKE, WAYS.items()):
         recorded = rehearse(

@@ -11,7 +11,7 @@ import pytest
 
 from fem_common.costs import bytes_sent
 from fem_megatron.config import ModelConfig
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import upstream
 from fem_megatron.meta.trace import Launch
 from pretrain.config import RunConfig, load_run
 from pretrain.plan.context_parallel import exchanged_bytes
@@ -64,7 +64,7 @@ def phi_flops(model: ModelConfig) -> float:
 
 def one_rank(mixer: str) -> dict[str, Any]:
     """Return the answers about a step of one process: plan, rehearsal, traced layer."""
-    platform.import_megatron()
+    upstream.import_megatron()
     config = config_of(mixer, 1, "train.global_batch_size=2")
     rehearsal = rehearse(config, 1, "h100")
     (rank,), plan = rehearsal.ranks, rehearsal.plan
@@ -128,7 +128,7 @@ SPLIT = {
 
 def two_ranks(mixer: str) -> dict[str, tuple[Plan, list[Collective]]]:
     """Return layout -> plan, and the rehearsed collectives between two ranks."""
-    platform.import_megatron()
+    upstream.import_megatron()
     found = {}
     for name, words in SPLIT.items():
         sequences = 4 if name == "DP2" else 2

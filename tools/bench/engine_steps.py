@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import upstream
 from pretrain.config import RunConfig, load_run
 from tools.bench import runner
 
@@ -97,7 +97,7 @@ def _compared(size: str, settings: Sequence[str], rounds: int) -> Iterator[dict[
 @contextmanager
 def _one_process(config: RunConfig) -> Iterator[None]:
     """Create the process groups of one process for the block."""
-    platform.import_megatron()
+    upstream.import_megatron()
     from pretrain.engines import building
 
     building.initialize_distributed(config)

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         # torch and Megatron-core take seconds to import, which --help and wrong arguments avoid.
         if module in WITH_MEGATRON:
             check(given)
-            from fem_megatron.megatron.platform import import_megatron
+            from fem_megatron.megatron.upstream import import_megatron
 
             import_megatron()
         found = getattr(importlib.import_module(f"tools.checkpoint.{module}"), function)(**given)

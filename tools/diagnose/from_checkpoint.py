@@ -48,7 +48,8 @@ def megatron_model(
     """
     import torch
 
-    from fem_megatron.megatron.platform import import_megatron, initialize_distributed
+    from fem_megatron.megatron.platform import initialize_distributed
+    from fem_megatron.megatron.upstream import import_megatron
 
     import_megatron()
     from megatron.core import parallel_state, tensor_parallel
@@ -95,7 +96,8 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     ids = first_tokens(prefix, tokens)
     import torch
 
-    from fem_megatron.megatron.platform import device, import_megatron
+    from fem_megatron.megatron.platform import device
+    from fem_megatron.megatron.upstream import import_megatron
 
     import_megatron()
     from fem_megatron.diagnostics import observing

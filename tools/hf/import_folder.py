@@ -29,7 +29,7 @@ from fem_common.config import plain
 from fem_common.errors import ConfigError, convert_os_errors
 from fem_megatron.catalogue import mixer_names, unread
 from fem_megatron.config import ModelConfig
-from fem_megatron.megatron.platform import import_megatron
+from fem_megatron.megatron.upstream import import_megatron
 from fem_megatron.mup import starts_from
 from pretrain.checkpoint.folder import HASHES, Inherited, Progress, hash_mismatches
 from pretrain.config import RunConfig, run_of

@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from fem_common.errors import ConfigError
 from fem_common.files import sha256, start_of
 from fem_megatron.config import ModelConfig
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import platform, upstream
 from pretrain.checkpoint.folder import Found, find
 from pretrain.checkpoint.reader import Weights
 
@@ -174,7 +174,7 @@ def _located(path: Path) -> tuple[Found | None, list[Path]]:
     The checkpoint is None for a Hugging Face folder. Raises ConfigError if ``path`` is neither.
     """
     check_there(path)
-    platform.import_megatron()
+    upstream.import_megatron()
     if is_folder(path):
         return None, [path]
     found = find(path)

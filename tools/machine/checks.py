@@ -105,6 +105,7 @@ def torch_and_megatron() -> Iterator[Check]:
     try:
         torch = importlib.import_module("torch")
         platform = importlib.import_module("fem_megatron.megatron.platform")
+        upstream = importlib.import_module("fem_megatron.megatron.upstream")
     except (ImportError, OSError) as error:
         yield Check(
             "FAILED",
@@ -114,10 +115,10 @@ def torch_and_megatron() -> Iterator[Check]:
         )
         return
     yield Check("ok", "torch", f"{torch.__version__}, {platform.toolkit() or 'built without CUDA'}")
-    remedy = f"pip install megatron-core=={platform.MEGATRON_VERSION}"
+    remedy = f"pip install megatron-core=={upstream.OLDEST}"
     try:
         with warnings.catch_warnings():
-            platform.import_megatron()
+            upstream.import_megatron()
             # This imports all of Megatron-core that training imports.
             importlib.import_module("pretrain.engines")
     except (ImportError, OSError) as error:
@@ -128,15 +129,14 @@ def torch_and_megatron() -> Iterator[Check]:
             remedy,
         )
         return
-    yield _pinned("megatron-core", version("megatron-core"), platform.MEGATRON_VERSION, remedy)
+    found = upstream.installed()
+    supported = f"{upstream.OLDEST} or newer, below {upstream.TOO_NEW}"
+    yield _tested("megatron-core", found, supported, upstream.is_supported(found), remedy)
 
 
-def _pinned(name: str, found: str, tested: str | None, remedy: str) -> Check:
-    """Return the check that a package has the version with which this code was tested.
-
-    tested: that version; None accepts every version.
-    """
-    if tested and found != tested:
+def _tested(name: str, found: str, tested: str, fits: bool, remedy: str) -> Check:
+    """Return the check that a package has a version with which this code was tested."""
+    if not fits:
         return Check("FAILED", name, f"{found}, but this code is verified against {tested}", remedy)
     return Check("ok", name, found)
 
@@ -214,7 +214,8 @@ def deepspeed() -> Iterator[Check]:
     with contextlib.suppress(PackageNotFoundError):  # this project may not be installed
         pins = [re.match(r"deepspeed==([\w.]+)", line) for line in requires("fem-megatron") or []]
         tested = next((pin[1] for pin in pins if pin), None)
-    yield _pinned("deepspeed", hardware.last_line(requested.stdout), tested, INSTALL)
+    found = hardware.last_line(requested.stdout)
+    yield _tested("deepspeed", found, tested or "", tested in (None, found), INSTALL)
 
 
 def compiling() -> Iterator[Check]:

@@ -34,8 +34,8 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2*
 TAIL = 15  # lines of a failed rank's output that are reported
 IMPORTS = """
 import importlib, sys
-from fem_megatron.megatron import platform
-platform.import_megatron()
+from fem_megatron.megatron import platform, upstream
+upstream.import_megatron()
 import pretrain.run
 importlib.import_module(f"pretrain.engines.{sys.argv[1]}")
 print(platform.peak_resident_bytes())

@@ -215,7 +215,7 @@ def main(arguments: argparse.Namespace) -> int:
     planned = []
     for case in requested:
         planned.append((case, {width: case.config(width, steps) for width in widths}))
-    from fem_megatron.megatron.platform import import_megatron
+    from fem_megatron.megatron.upstream import import_megatron
 
     import_megatron()
     from tools.scaling import activations
