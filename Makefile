@@ -51,6 +51,14 @@ $(VENV)/transformers-tests: $(VENV)/.installed
 	$(VENV)/bin/python -m tarfile -e $@.new/transformers-*.tar.gz $@.new
 	rm -r $@.new/*.tar.gz $@.new/*/src && mv $@.new $@ && touch $@
 
+# A release of Megatron-core that is not installed, for PYTHONPATH=build/megatron-VERSION. The wheels for Python 3.11 work, although
+# newer releases require 3.12.
+build/megatron-%: $(ENVIRONMENT)
+	rm -rf $@.new
+	$(PYTHON) -m pip download -q --disable-pip-version-check --no-deps --ignore-requires-python --only-binary :all: -d $@.new megatron-core==$*
+	$(PYTHON) -m zipfile -e $@.new/*.whl $@.new
+	rm $@.new/*.whl && mv $@.new $@
+
 check-python:
 	@$(PYTHON) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(PYTHON),Python 3.11 to 3.13 is needed)
 	@$(PYTHON) -c 'import importlib.metadata as m; m.version("megatron-core")' 2>/dev/null || $(call refuse,$(PYTHON),megatron-core is not installed there; leave PYTHON out or run $(PYTHON) -m pip install -c constraints.txt -e .[dev,eval,deepspeed])
@@ -73,7 +81,7 @@ test-draw: $(ENVIRONMENT)  ## three minutes of the slow tests, drawn by the comm
 	@# recorded seconds of all workers, which on two cores take half as long
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v -rs $(SHARED) -m slow --slow-seconds 340 --slow-seed $(SEED)
 
-test-all: lint  ## the night's: the slow tests too, a real Slurm, and ten of the mutants
+test-all: lint build/megatron-0.19.2  ## the night's: the slow tests too, a real Slurm, and ten of the mutants
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 $(SHARED) --record-durations -m 'not slurm'
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs --record-durations -m slurm tests/slurm

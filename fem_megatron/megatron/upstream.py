@@ -77,10 +77,14 @@ _FACTORIES = (
 
 
 def installed() -> str:
-    """Return the version of the Megatron-core that is imported, not that of pip's records."""
+    """Return the version of the Megatron-core that is imported, without its local part.
+
+    Since 0.18 the local part is the commit of any git checkout that contains the package
+    (package_info.py:21, 0.19.2), such as this one with an environment in it.
+    """
     import megatron.core
 
-    return str(megatron.core.__version__)
+    return str(megatron.core.__version__).partition("+")[0]
 
 
 def is_supported(version: str) -> bool:

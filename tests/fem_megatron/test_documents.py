@@ -120,7 +120,9 @@ def test_a_document_in_a_sequence_is_the_document_alone(name: str) -> None:
 
     Tolerance in float64: rounding over sums of some hundred terms, in matrix products of other
     shapes. float32: 1e-6; if a block amplifies rounding, at most four times the distance of
-    separate documents, in another order of summation, from float64. A leak gives 1e-2 and more.
+    separate documents, in another order of summation, from float64. The gradient of a scalar is one
+    sum of 64 x 4 x 32 terms of both signs, about 90 times smaller than they are together, so that
+    its rounding depends on the machine's matrix products: 1e-5. A leak gives 1e-2 and more.
     """
     (narrow, wide, x, pull), causal = in_both_types(name, PACKED), is_causal(name)
     wanted = alone(wide, x.double(), pull.double(), PACKED, causal=causal)
@@ -130,7 +132,8 @@ def test_a_document_in_a_sequence_is_the_document_alone(name: str) -> None:
     )
     theirs = distance(alone(narrow, x, pull, PACKED, causal=causal), wanted)
     for key, off in distance(gradients(narrow, x, packed(name), pull), wanted).items():
-        assert off <= max(1e-6, 4 * theirs[key]), key
+        limit = 1e-5 if wanted[key].numel() == 1 else 1e-6
+        assert off <= max(limit, 4 * theirs[key]), key
 
 
 KERNELS = (

@@ -18,7 +18,7 @@ import torch
 
 from fem_common.errors import ConfigError, StorageError
 from fem_common.exits import Exit
-from fem_megatron.megatron import platform
+from fem_megatron.megatron import platform, upstream
 from pretrain.collectives import from_rank_0
 from pretrain.config import load_run
 from pretrain.engines.building import initialize_distributed
@@ -53,7 +53,7 @@ def test_a_gpu_s_rank_connects_the_default_group_alone(
     if given is None:
         del os.environ[name]
     monkeypatch.setattr(platform, "has_cuda", lambda: True)
-    monkeypatch.setattr(platform, "prepare", lambda: "nccl")
+    monkeypatch.setattr(upstream, "prepare", lambda: "nccl")
     called = mock.Mock()
     monkeypatch.setattr(torch.cuda, "set_device", called.device)
     monkeypatch.setattr(torch.distributed, "init_process_group", called.group)

@@ -1,0 +1,143 @@
+"""Tests of supported releases of Megatron-core other than the oldest, which `make setup` installs.
+
+`make build/megatron-VERSION` unpacks a release. With it first in PYTHONPATH, processes use it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fem_megatron.megatron import upstream
+from tests.pretrain.conftest import DEMO, QUIET
+from tests.ranks import losses
+
+ROOT = Path(__file__).parents[2]
+NEWEST = "0.19.2"
+BETWEEN = ("0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0")
+# Files whose quick tests also run on the newest release.
+FILES = (
+    "fem_megatron/test_model.py",
+    "pretrain/test_checkpoint_faults.py",
+    "pretrain/test_checkpoint_tensors.py",
+    "pretrain/test_checkpoints.py",
+    "pretrain/test_deepspeed.py",
+    "pretrain/test_graphs.py",
+    "pretrain/test_muon.py",
+    "pretrain/test_parity.py",
+    "pretrain/test_resume.py",
+    "pretrain/test_spikes.py",
+    "pretrain/test_write_faults.py",
+    "tools/hf/test_export.py",
+    "tools/hf/test_export_weights.py",
+    "tools/hf/test_layouts.py",
+    "tools/hf/test_verify.py",
+    "tools/test_checkpoint_convert.py",
+)
+# Layouts with every kind of parallelism, and the stages of ZeRO.
+SHORT = "test_equals_one_process and tied and not chunks"
+SMALL = (
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_attention_heads=2",
+    "model.ffn_hidden_size=64",
+    "data.seq_length=64",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
+    "train.precision=fp32",
+    "optimizer.lr=3e-3",
+    "optimizer.min_lr=3e-3",  # constant, so that the number of steps may change
+    "optimizer.warmup_steps=0",
+    "checkpoint.async_save=true",
+    *QUIET,
+)
+
+
+def on_release(version: str, *command: str) -> str:
+    """Run ``python COMMAND`` with a release of Megatron-core, and return its output.
+
+    The variables of pytest's workers are removed, so that a pytest in the command is independent.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHON"))}
+    path = [str(ROOT)]
+    if version != upstream.OLDEST:
+        folder = f"build/megatron-{version}"
+        made = subprocess.run(["make", "-s", folder], cwd=ROOT, capture_output=True, text=True)
+        assert made.returncode == 0, made.stdout + made.stderr
+        path.insert(0, str(ROOT / folder))
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:]
+    return done.stdout
+
+
+def passed_tests(version: str, *arguments: str) -> str:
+    """Run pytest with a release, and return the line with the number of passed tests."""
+    output = on_release(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+    return output.strip().splitlines()[-1]
+
+
+def test_releases_are_compared_by_number() -> None:
+    supported = ["0.16.1", "0.17.0rc0", "0.19.2", "0.19.10", "0.16.1+local"]
+    refused = ["0.16.0", "0.9.9", "0.20.0rc0", "0.20.0", "1.0"]
+    assert [version for version in supported + refused if upstream.is_supported(version)] == (
+        supported
+    )
+
+
+def test_an_unsupported_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "installed", lambda: "0.20.0")
+    with pytest.raises(RuntimeError, match=r"0\.20\.0 is installed, .* 0\.16\.1 or newer, below 0"):
+        upstream.prepare()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [*BETWEEN, NEWEST])
+def test_a_release_trains_at_every_layout_as_in_one_process(version: str) -> None:
+    show = "from fem_megatron.megatron import upstream; print(upstream.installed())"
+    assert on_release(version, "-c", show).splitlines()[-1] == version  # after upstream's warnings
+    assert "passed" in passed_tests(version, "tests/pretrain/test_parity.py", "-k", SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_the_newest_release_passes_the_tests_of(file: str) -> None:
+    assert "passed" in passed_tests(NEWEST, f"tests/{file}")
+
+
+@pytest.mark.slow
+def test_the_demo_runs_on_the_newest_release(tmp_path: Path) -> None:
+    on_release(NEWEST, "-m", "tools.demo", "--out", str(tmp_path / "demo"))
+
+
+@pytest.mark.slow
+def test_a_run_moves_to_the_newest_release_and_back(tiny_data: Path, tmp_path: Path) -> None:
+    """The losses are those of a straight run on the oldest release, to the bit: both releases
+    compute a step in the same order. Each move is reported.
+    """
+
+    def trained(version: str, name: str, steps: int) -> str:
+        given = (f"run_dir={tmp_path / name}", f"train.steps={steps}", *SMALL)
+        prefixes = (f"data.{part}.0.prefix={tiny_data / part}" for part in ("train", "valid"))
+        return on_release(version, "-m", "pretrain", DEMO, *prefixes, "data.test=[]", *given)
+
+    oldest = upstream.OLDEST
+    trained(oldest, "straight", 6)
+    assert "was written with" not in trained(oldest, "moved", 2)
+    for steps, version, before in ((4, NEWEST, oldest), (6, oldest, NEWEST)):
+        output = trained(version, "moved", steps)
+        assert f"was written with megatron-core {before} (now {version}): training" in output
+    assert losses(tmp_path / "moved") == losses(tmp_path / "straight")
+    manifest = json.loads(next((tmp_path / "moved").glob("**/manifest.json")).read_text())
+    assert manifest["versions"] == upstream.versions()
