@@ -53,11 +53,17 @@ $(VENV)/transformers-tests: $(VENV)/.installed
 
 # A release of Megatron-core that is not installed, for PYTHONPATH=build/megatron-VERSION. The wheels for Python 3.11 work, although
 # newer releases require 3.12.
-build/megatron-%: $(ENVIRONMENT)
+build/megatron-%: | $(ENVIRONMENT)
 	rm -rf $@.new
 	$(PYTHON) -m pip download -q --disable-pip-version-check --no-deps --ignore-requires-python --only-binary :all: -d $@.new megatron-core==$*
 	$(PYTHON) -m zipfile -e $@.new/*.whl $@.new
 	rm $@.new/*.whl && mv $@.new $@
+
+# Another torch, 4.5 GB with the CUDA libraries that it needs for its import. Triton is the environment's.
+build/torch-%: | $(ENVIRONMENT)
+	rm -rf $@.new
+	$(PYTHON) -m pip install -q --disable-pip-version-check --no-compile --target $@.new torch==$*
+	rm -rf $@.new/triton $@.new/triton-* && mv $@.new $@
 
 check-python:
 	@$(PYTHON) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(PYTHON),Python 3.11 to 3.13 is needed)
@@ -81,7 +87,7 @@ test-draw: $(ENVIRONMENT)  ## three minutes of the slow tests, drawn by the comm
 	@# recorded seconds of all workers, which on two cores take half as long
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v -rs $(SHARED) -m slow --slow-seconds 340 --slow-seed $(SEED)
 
-test-all: lint build/megatron-0.19.2  ## the night's: the slow tests too, a real Slurm, and ten of the mutants
+test-all: lint build/megatron-0.19.2 build/torch-2.11.0  ## the night's: the slow tests too, a real Slurm, and ten of the mutants
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 $(SHARED) --record-durations -m 'not slurm'
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs --record-durations -m slurm tests/slurm

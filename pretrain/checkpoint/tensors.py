@@ -214,13 +214,20 @@ def write_metadata(folder: Path, metadata: Metadata, places: Places) -> None:
 def in_background(function: Callable[[], Any]) -> tuple[BaseProcess, Connection]:
     """Call ``function`` in a forked process, which Linux kills when this process ends.
 
-    Return the process and a connection with the function's result.
+    Return the process and a connection with the function's result. The process collects no garbage:
+    it would free the GPU tensors of its parent, which is an error of CUDA.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_call, args=(function, sender, os.getpid()))
-    process.start()
-    sender.close()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        process.start()
+    finally:
+        if collecting:
+            gc.enable()
+        sender.close()
     return process, receiver
 
 
@@ -228,7 +235,6 @@ def _call(function: Callable[[], Any], sender: Connection, parent: int) -> None:
     prctl(PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before prctl took effect
-    gc.disable()  # freeing the parent's GPU tensors in this process would be an error
     sender.send(function())
 
 

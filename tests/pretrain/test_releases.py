@@ -1,6 +1,7 @@
-"""Tests of supported releases of Megatron-core other than the oldest, which `make setup` installs.
+"""Tests of supported releases of Megatron-core and torch that `make setup` does not install.
 
-`make build/megatron-VERSION` unpacks a release. With it first in PYTHONPATH, processes use it.
+`make build/megatron-VERSION` and `make build/torch-VERSION` write one into a folder. Processes with
+the folder first in PYTHONPATH use it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from tests.pretrain.conftest import DEMO, QUIET
 from tests.ranks import losses
 
 ROOT = Path(__file__).parents[2]
+OLDEST_TORCH = "2.11.0"
 NEWEST = "0.19.2"
 BETWEEN = ("0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0")
-# Files whose quick tests also run on the newest release.
+# Files whose quick tests also run on the newest Megatron-core and on the oldest torch.
 FILES = (
     "fem_megatron/test_model.py",
     "pretrain/test_checkpoint_faults.py",
@@ -58,18 +60,19 @@ SMALL = (
 )
 
 
-def on_release(version: str, *command: str) -> str:
-    """Run ``python COMMAND`` with a release of Megatron-core, and return its output.
+def on_release(release: str, *command: str) -> str:
+    """Run ``python COMMAND`` with ``build/RELEASE`` first in PYTHONPATH, and return its output.
 
-    The variables of pytest's workers are removed, so that a pytest in the command is independent.
+    release: such as megatron-0.19.2, which make unpacks, or "" for the environment's packages. The
+    variables of pytest's workers are removed, so that a pytest in the command is independent.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHON"))}
     path = [str(ROOT)]
-    if version != upstream.OLDEST:
-        folder = f"build/megatron-{version}"
-        made = subprocess.run(["make", "-s", folder], cwd=ROOT, capture_output=True, text=True)
+    if release:
+        path.insert(0, str(ROOT / "build" / release))
+        make = ["make", "-s", f"PYTHON={sys.executable}", f"build/{release}"]
+        made = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
         assert made.returncode == 0, made.stdout + made.stderr
-        path.insert(0, str(ROOT / folder))
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -82,10 +85,18 @@ def on_release(version: str, *command: str) -> str:
     return done.stdout
 
 
-def passed_tests(version: str, *arguments: str) -> str:
-    """Run pytest with a release, and return the line with the number of passed tests."""
-    output = on_release(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
-    return output.strip().splitlines()[-1]
+def installed(release: str) -> dict[str, str]:
+    """Return the versions of torch and Megatron-core that a process uses with a release."""
+    show = "import json; from fem_megatron.megatron import upstream; "
+    show += "print(json.dumps(upstream.versions()))"
+    versions: dict[str, str] = json.loads(on_release(release, "-c", show).splitlines()[-1])
+    return versions
+
+
+def passes(release: str, *arguments: str) -> bool:
+    """Run pytest with a release; it must succeed. Return True if at least one test ran."""
+    output = on_release(release, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+    return " passed" in output.splitlines()[-1]
 
 
 def test_releases_are_compared_by_number() -> None:
@@ -105,20 +116,30 @@ def test_an_unsupported_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [*BETWEEN, NEWEST])
 def test_a_release_trains_at_every_layout_as_in_one_process(version: str) -> None:
-    show = "from fem_megatron.megatron import upstream; print(upstream.installed())"
-    assert on_release(version, "-c", show).splitlines()[-1] == version  # after upstream's warnings
-    assert "passed" in passed_tests(version, "tests/pretrain/test_parity.py", "-k", SHORT)
+    release = f"megatron-{version}"
+    assert installed(release)["megatron-core"] == version
+    assert passes(release, "tests/pretrain/test_parity.py", "-k", SHORT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_the_newest_release_passes_the_tests_of(file: str) -> None:
-    assert "passed" in passed_tests(NEWEST, f"tests/{file}")
+    assert passes(f"megatron-{NEWEST}", f"tests/{file}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_the_oldest_torch_passes_the_tests_of(file: str) -> None:
+    release = f"torch-{OLDEST_TORCH}"
+    if not (ROOT / "build" / release).exists():
+        pytest.skip(f"needs 4.5 GB, which make build/{release} downloads")
+    assert installed(release)["torch"].startswith(OLDEST_TORCH)
+    assert passes(release, f"tests/{file}")
 
 
 @pytest.mark.slow
 def test_the_demo_runs_on_the_newest_release(tmp_path: Path) -> None:
-    on_release(NEWEST, "-m", "tools.demo", "--out", str(tmp_path / "demo"))
+    on_release(f"megatron-{NEWEST}", "-m", "tools.demo", "--out", str(tmp_path / "demo"))
 
 
 @pytest.mark.slow
@@ -127,17 +148,18 @@ def test_a_run_moves_to_the_newest_release_and_back(tiny_data: Path, tmp_path: P
     compute a step in the same order. Each move is reported.
     """
 
-    def trained(version: str, name: str, steps: int) -> str:
+    def trained(release: str, name: str, steps: int) -> str:
         given = (f"run_dir={tmp_path / name}", f"train.steps={steps}", *SMALL)
         prefixes = (f"data.{part}.0.prefix={tiny_data / part}" for part in ("train", "valid"))
-        return on_release(version, "-m", "pretrain", DEMO, *prefixes, "data.test=[]", *given)
+        return on_release(release, "-m", "pretrain", DEMO, *prefixes, "data.test=[]", *given)
 
-    oldest = upstream.OLDEST
-    trained(oldest, "straight", 6)
-    assert "was written with" not in trained(oldest, "moved", 2)
-    for steps, version, before in ((4, NEWEST, oldest), (6, oldest, NEWEST)):
-        output = trained(version, "moved", steps)
-        assert f"was written with megatron-core {before} (now {version}): training" in output
+    oldest = upstream.installed()
+    trained("", "straight", 6)
+    assert "was written with" not in trained("", "moved", 2)
+    forth = trained(f"megatron-{NEWEST}", "moved", 4)
+    assert f"was written with megatron-core {oldest} (now {NEWEST}): training continues" in forth
+    back = trained("", "moved", 6)
+    assert f"was written with megatron-core {NEWEST} (now {oldest}): training continues" in back
     assert losses(tmp_path / "moved") == losses(tmp_path / "straight")
-    manifest = json.loads(next((tmp_path / "moved").glob("**/manifest.json")).read_text())
+    manifest = json.loads((tmp_path / "moved/checkpoints/step_00000006/manifest.json").read_text())
     assert manifest["versions"] == upstream.versions()
