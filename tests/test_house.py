@@ -204,6 +204,15 @@ def patches_a_library(sources: Sources) -> list[str]:
     return faults
 
 
+def knows_a_release(sources: Sources) -> list[str]:
+    """Find reads of Megatron-core's version outside upstream.py, which alone handles releases."""
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, node in nodes(sources, (UPSTREAM,))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "megatron.core.__version__"
+    ]
+
+
 def own_exit_code(sources: Sources) -> list[str]:
     """Find numbers other than 0 and 1 as exit codes of a process or a command's ``main``: the table
     of exit codes has names for them.
@@ -421,6 +430,7 @@ def everything() -> Sources:
         (imports_against_the_stream, source_files),
         (knows_cuda, source_files),
         (patches_a_library, source_files),
+        (knows_a_release, source_files),
         (own_exit_code, source_files),
         (own_list_of_secrets, source_files),
         (undocumented, source_files),
@@ -450,6 +460,7 @@ FAULTS: list[tuple[Rule, str, str]] = [
     (patches_a_library, "pretrain/a.py", "import torch\ntorch.Tensor.cuda = None"),
     (patches_a_library, "tools/a.py", "from megatron.core import parallel_state as p\np.x = 1"),
     (patches_a_library, "tools/a.py", "import megatron.core\nsetattr(megatron.core.utils, 'x', 1)"),
+    (knows_a_release, "tools/a.py", "import megatron.core\nx = megatron.core.__version__"),
     (own_exit_code, "tools/a.py", "def main():\n    return 2"),
     (own_exit_code, "tools/a.py", "import sys\nsys.exit(75)"),
     (own_list_of_secrets, "tools/a.py", "ENDINGS = ('KEY', 'PASSWD')"),

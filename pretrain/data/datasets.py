@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -32,6 +31,7 @@ from fem_common.errors import ConfigError
 from fem_common.stores import is_url
 from fem_megatron.context_parallel.split import own_tokens
 from fem_megatron.documents import Documents
+from fem_megatron.megatron import upstream
 from fem_megatron.state import Context
 from pretrain.collectives import from_rank_0
 from pretrain.config import DataConfig, RunConfig, Source
@@ -118,9 +118,7 @@ def build_datasets(
         create_attention_mask=False,
     )
     _ensure_helpers()
-    cache = index_cache(
-        config, contents, train_samples, default_cache, megatron.core.__version__, needs
-    )
+    cache = index_cache(config, contents, train_samples, default_cache, upstream.installed(), needs)
     kind = _kind(reader, PackedGPTDataset if config.data.packing == "best_fit" else GPTDataset)
     kind = _separate_documents(kind, needs) if needs else kind
     built = _fill(cache, kind, settings, sizes, log)
