@@ -2,8 +2,9 @@
 
 Every patch documents its reason and the upstream lines that require it, with their release, and is
 applied only to the releases that need it. Line numbers are those of 0.16.1 where no release is
-named. This is the only file that compares versions of Megatron-core. On CUDA only three patches are applied: the reader of checkpoints, the gradient's
-norm, and (since 0.19) the keys of parameter groups.
+named. This is the only file that compares versions of Megatron-core. On CUDA only three patches are
+applied: the reader of checkpoints, the gradient's norm, and (since 0.19) the keys of parameter
+groups.
 """
 
 from __future__ import annotations

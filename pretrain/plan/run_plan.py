@@ -258,11 +258,13 @@ class Plan(Placement):
 
     @property
     def save_memory(self) -> int:
-        """Bytes of host memory that the rank with the most data uses for a save.
+        """Most bytes of host memory that the rank with the most data uses for a save.
 
-        The rank copies its part of the checkpoint. On a GPU the copy is 1/32 larger, because the
-        staging blocks are not completely filled. Up to 2.2% of the blocks of
-        `fem_megatron.megatron.staging` stay empty for models of 1.3B to 70B parameters.
+        On a GPU the rank copies its part of the checkpoint to the host. The copy is 1/32 larger,
+        because the staging blocks are not completely filled: up to 2.2% of the blocks of
+        `fem_megatron.megatron.staging` stay empty for models of 1.3B to 70B parameters. On a CPU a
+        forked writer keeps every page of the part that training changes while it writes. A save
+        for which training waits copies only one tensor per file at a time.
         """
         parts = 33 if self.cuda else 32
         stored = stored_bytes(self.config)

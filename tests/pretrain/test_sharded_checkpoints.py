@@ -182,13 +182,13 @@ def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, f
             report["written"], report["files"] = sum_over_ranks(
                 [_bytes_moved("wchar") - written, files]
             )
+            with torch.no_grad():
+                for tensor in ours:
+                    tensor.fill_(7)  # while the files are written
             checkpoints.complete(blocking=True)
 
         peak = _extra_peak(save)
         report["save"] = time.monotonic() - clock
-        with torch.no_grad():
-            for tensor in ours:
-                tensor.fill_(7)
         read, clock = _bytes_moved("rchar"), time.monotonic()
         checkpoints.load(engine, find(Path(source) / "step_00000001"))
         report |= {
@@ -220,8 +220,9 @@ SIZES = {512: (15e6, 17e6), 1024: (60e6, 70e6)}  # hidden size -> limits of the 
 def test_a_save_takes_little_memory_next_to_a_rank_s_own_part_and_a_load_reads_each_byte_once(
     tiny_data: Path, tmp_path: Path, ranks: int, writers: int, hidden: int
 ) -> None:
-    """16 or 64 million parameters, 16 bytes each in fp32: weights and state. During the save each
-    rank has its part twice.
+    """16 or 64 million parameters, 16 bytes each in fp32: weights and state. The rank copies none
+    of them for an asynchronous save, and may change all while the files are written. The forked
+    writer keeps the old pages, which is the memory that a plan counts.
     """
     overrides = [
         f"run_dir={tmp_path}",
@@ -258,11 +259,8 @@ def test_a_save_takes_little_memory_next_to_a_rank_s_own_part_and_a_load_reads_e
     planned = make_plan(
         prepare(load_run(DEMO, overrides), ranks).config, ranks, cuda=False
     ).save_memory
-    # A tenth: allocations of the libraries during the save, and the padding of the last rank. For a
-    # small model, the copy fits into memory that is already free.
-    assert found["peak"] <= 1.1 * planned == 1.1 * (16 * int(found["parameters"]) // ranks)
-    assert found["peak"] >= 0.9 * planned or hidden < 1024
+    assert planned == 16 * int(found["parameters"]) // ranks
+    assert found["peak"] < 16e6  # allocations of the libraries during the save
     assert size <= found["read"] <= 1.2 * size
-    # Before training continues, the rank's part is copied once, which is the peak. No tensor is
-    # written or hashed by then: common.pt and pipes are small.
+    # No tensor is written or hashed before training continues: common.pt and pipes are small.
     assert found["files"] == 0 and found["written"] < 1e6 < size / 100
