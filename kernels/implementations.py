@@ -246,9 +246,11 @@ def lacks_triton(device: torch.device) -> str | None:
 
 def lacks_fla(device: torch.device) -> str | None:
     """Return the reason why flash-linear-attention's kernels cannot run on ``device``, or None."""
+    if device.type != "cuda":
+        return "no GPU"  # first, because torch 2.11 cannot compile a call of find_spec
     if device != machine.FAKE_GPU and find_spec("fla") is None:
         return "the package flash-linear-attention is not installed"
-    return None if device.type == "cuda" else "no GPU"
+    return None
 
 
 def first_reason(reasons: Mapping[str, bool]) -> str | None:

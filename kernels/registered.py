@@ -24,6 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from kernels.arguments import is_dynamic, without_autocast
 
 F = TypeVar("F", bound=Callable[..., Any])
+# torch.compile of torch 2.11 gives an autograd.Function zero or other wrong gradients, silently, if
+# its forward changes a tensor in place and returns it (pytorch issue 180642).
+_WRONG_GRADIENTS = torch.__version__.startswith("2.11.")
 
 
 def _namespace() -> str:
@@ -83,11 +86,12 @@ def registered(
 
 def opaque(first: Tensor, traceable: Callable[[], bool] = lambda: True) -> bool:
     """Return True if a call with this tensor must be one node of a graph: a fake tensor, or a call
-    that torch.compile cannot trace.
+    that torch.compile cannot trace, or would trace to wrong gradients.
     """
     if not torch.compiler.is_compiling():
         return isinstance(first, FakeTensor)
-    return first.is_cuda or not traceable()
+    wrong = _WRONG_GRADIENTS and torch.is_grad_enabled()
+    return first.is_cuda or wrong or not traceable()
 
 
 def _operation(

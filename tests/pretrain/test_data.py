@@ -82,6 +82,7 @@ def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_pa
     cpu, requested = torch.device("cpu"), DataConfig(documents="separate", eod_loss=False)
     plain = batches(train, 0, 4, cpu)
     separate = batches(train, 0, 4, cpu, ends=Ends.of(requested, end))
+    begins = 0
     for _ in range(3):
         wanted, batch = next(plain), next(separate)
         context = batch.pop("context")
@@ -95,7 +96,8 @@ def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_pa
             )
         assert torch.equal(context.positions, expected.T)
         assert torch.equal(context.documents.positions, expected.T)
-        assert (expected[:, 1:] == 0).any()
+        begins += int((expected[:, 1:] == 0).sum())
+    assert begins > 0
     assert Ends.of(DataConfig(), end) is None
     joined = Ends.of(DataConfig(reset_positions=True), end)
     assert joined is not None and not joined.separate and joined.positions and joined.loss

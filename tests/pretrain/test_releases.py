@@ -130,7 +130,7 @@ def test_the_newest_release_passes_the_tests_of(file: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [*FILES, "kernels/test_compile.py", "tools/hf/test_cache.py"])
 def test_the_oldest_torch_passes_the_tests_of(file: str) -> None:
     release = f"torch-{OLDEST_TORCH}"
     if not (ROOT / "build" / release).exists():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def test_run_directory_reports_all(pretrain: Command) -> None:
         "the resolved configuration names the vocabulary that the data gave"
     )
     environment = json.loads((folder / "environment.json").read_text())
-    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["packages"]["torch"] == metadata.version("torch")
     git = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
     )

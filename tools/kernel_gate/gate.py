@@ -483,6 +483,8 @@ def _syntax(node: Any) -> Any:
             if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
         ]
         return [_syntax(each) for each in kept]
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 adds empty constants to format specifications
+        node.values = [each for each in node.values if getattr(each, "value", None) != ""]
     if isinstance(node, ast.AST):
         fields = {name: value for name, value in ast.iter_fields(node) if value not in (None, [])}
         return [type(node).__name__, *((name, _syntax(value)) for name, value in fields.items())]
