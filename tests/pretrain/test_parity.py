@@ -311,8 +311,8 @@ def check_equal(results: Results, model: str, layout: str) -> None:
     # The gradient, moments and update of a tensor may be sums that nearly cancel: those of
     # differential's lambdas change by 1.1e-4. 1e-9: a thousandth of the smallest gradient in these
     # models. In a gamma of yuriiformer, 6e-6 remains of a sum over all tokens and channels, with an
-    # error of 4e-9. bf16: the gradient of a conditioner's norm is 5e-4, of a model's that is above 1;
-    # by torch 2.11 it changed by 3.0e-2, and a second moment, its square, by 5.1e-2.
+    # error of 4e-9. bf16: the gradient of a conditioner's norm is 5e-4, that of the model above 1;
+    # with torch 2.11 the former changed by 3.0e-2, and a second moment, a square, by 5.1e-2.
     tensor_by = {"bf16": 1e-1, "fp8": 3e-2, "fp8, delayed": 3e-2}.get(model, 2e-4)
     for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(
         zip(found.steps, wanted.steps[BEFORE:], strict=True)
