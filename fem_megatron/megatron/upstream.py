@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fem_common.errors import UserError
 from fem_megatron.megatron.platform import has_cuda
 
 # Supported releases: OLDEST <= version < TOO_NEW.
@@ -115,12 +116,25 @@ def import_megatron() -> None:
 
     Call it before any other import of Megatron. It silences warnings of Megatron and torch about
     things that this code already handles: no TE, no apex, renamed collectives.
+
+    Raises:
+        UserError: the release is not supported. Its modules may lack what this code imports.
     """
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     with contextlib.nullcontext() if has_cuda() else _without_compiler_and_loggers():
         importlib.import_module("megatron.core")
+    _refuse_unsupported()
+
+
+def _refuse_unsupported() -> None:
+    found = installed()
+    if not is_supported(found):
+        raise UserError(
+            f"megatron-core {found} is installed, but this code supports {OLDEST} or newer, below "
+            f"{TOO_NEW}: pip install 'megatron-core>={OLDEST},<{TOO_NEW}'"
+        )
 
 
 @contextlib.contextmanager
@@ -168,14 +182,9 @@ def prepare() -> str:
     Call it once, before any Megatron object is created.
 
     Raises:
-        RuntimeError: if the imported Megatron-core is not supported.
+        UserError: the imported Megatron-core is not supported.
     """
-    found = installed()
-    if not is_supported(found):
-        raise RuntimeError(
-            f"megatron-core {found} is installed, but this code supports {OLDEST} or newer, below "
-            f"{TOO_NEW}: pip install megatron-core=={OLDEST}"
-        )
+    _refuse_unsupported()
     if since("0.19"):
         _identify_groups_without_rates()
     if has_cuda():

@@ -80,7 +80,7 @@ def test_another_megatron_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         "FAILED",
         "megatron-core",
         "0.16.0, but this code is verified against 0.16.1 or newer, below 0.20",
-        "pip install megatron-core==0.16.1",
+        "pip install 'megatron-core>=0.16.1,<0.20'",
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fem_common.errors import UserError
 from fem_megatron.megatron import upstream
 from tests.pretrain.conftest import DEMO, QUIET
 from tests.ranks import losses
@@ -110,8 +111,9 @@ def test_releases_are_compared_by_number() -> None:
 
 def test_an_unsupported_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "installed", lambda: "0.20.0")
-    with pytest.raises(RuntimeError, match=r"0\.20\.0 is installed, .* 0\.16\.1 or newer, below 0"):
-        upstream.prepare()
+    for refuse in (upstream.import_megatron, upstream.prepare):
+        with pytest.raises(UserError, match=r"0\.20\.0 is installed, .* 0\.16\.1 or newer, below"):
+            refuse()
 
 
 @pytest.mark.slow

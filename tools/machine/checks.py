@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from fem_common.errors import UserError
 from fem_common.text import one_line
 from launch.node import hardware
 from launch.node.checks import Check
@@ -115,12 +116,14 @@ def torch_and_megatron() -> Iterator[Check]:
         )
         return
     yield Check("ok", "torch", f"{torch.__version__}, {platform.toolkit() or 'built without CUDA'}")
-    remedy = f"pip install megatron-core=={upstream.OLDEST}"
+    remedy = f"pip install 'megatron-core>={upstream.OLDEST},<{upstream.TOO_NEW}'"
     try:
         with warnings.catch_warnings():
             upstream.import_megatron()
             # This imports all of Megatron-core that training imports.
             importlib.import_module("pretrain.engines")
+    except UserError:
+        pass  # an unsupported release, which the check below reports
     except (ImportError, OSError) as error:
         yield Check(
             "FAILED",
