@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import draw as module
@@ -24,6 +24,10 @@ CASES = [
 ]
 
 
+# Independent of the machine's load and of luck.
+@settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(st.text(max_size=5), st.integers(0, 500), st.permutations(CASES[298:]))
 def test_a_draw_depends_on_its_seed_alone_and_keeps_the_budget(
     seed: str, budget: int, some: list[str]

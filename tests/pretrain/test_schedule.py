@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from pretrain.__main__ import main
@@ -298,7 +298,13 @@ def histories(draw: some.DrawFn) -> tuple[dict[str, Any], dict[str, Any], list[t
     return train, optimizer, draw(some.lists(batches, min_size=2, max_size=5))
 
 
-@settings(max_examples=100, derandomize=True, deadline=None, database=None)
+@settings(
+    max_examples=100,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(histories())
 def test_the_rate_through_random_changes_of_the_batch_size(
     history: tuple[dict[str, Any], dict[str, Any], list[tuple[int, int]]],
