@@ -312,8 +312,10 @@ def check_equal(results: Results, model: str, layout: str) -> None:
     # differential's lambdas change by 1.1e-4. 1e-9: a thousandth of the smallest gradient in these
     # models. In a gamma of yuriiformer, 6e-6 remains of a sum over all tokens and channels, with an
     # error of 4e-9. bf16: the gradient of a conditioner's norm is 5e-4, that of the model above 1;
-    # with torch 2.11 the former changed by 3.0e-2, and a second moment, a square, by 5.1e-2.
-    tensor_by = {"bf16": 1e-1, "fp8": 3e-2, "fp8, delayed": 3e-2}.get(model, 2e-4)
+    # with torch 2.11 the former changed by 3.0e-2, and a second moment, whose error is twice its
+    # gradient's, by 5.1e-2.
+    tensor_by = {"bf16": 4e-2, "fp8": 3e-2, "fp8, delayed": 3e-2}.get(model, 2e-4)
+    squares_by = 8e-2 if model == "bf16" else tensor_by
     for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(
         zip(found.steps, wanted.steps[BEFORE:], strict=True)
     ):
@@ -322,10 +324,14 @@ def check_equal(results: Results, model: str, layout: str) -> None:
             wanted_norm, rel=1e-4 if step and model == "gated_deltanet" else norm_by
         )
     for norms, wanted_norms in zip(found.norms, wanted.norms[BEFORE:], strict=True):
-        assert norms == pytest.approx(
-            wanted_norms, rel=tensor_by, abs=1e-8 if model == "yuriiformer" else 1e-9
-        )
-        assert norms
+        assert norms and norms.keys() == wanted_norms.keys()
+        for squares, limit in ((False, tensor_by), (True, squares_by)):
+            names = [name for name in norms if name.endswith("exp_avg_sq") is squares]
+            assert {name: norms[name] for name in names} == pytest.approx(
+                {name: wanted_norms[name] for name in names},
+                rel=limit,
+                abs=1e-8 if model == "yuriiformer" else 1e-9,
+            )
     assert bool(found.scales) == ("delayed" in model)
     # The maximum of a slice or of a micro-batch mostly differs more from the maximum of the entire
     # tensor.

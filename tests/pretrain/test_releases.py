@@ -109,6 +109,11 @@ def test_releases_are_compared_by_number() -> None:
     )
 
 
+def test_make_unpacks_the_releases_of_these_tests() -> None:
+    rule = f"test-all: lint build/megatron-{NEWEST} build/torch-{OLDEST_TORCH} "
+    assert rule in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
 def test_an_unsupported_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "installed", lambda: "0.20.0")
     for refuse in (upstream.import_megatron, upstream.prepare):
@@ -159,6 +164,7 @@ def test_a_run_moves_to_the_newest_release_and_back(tiny_data: Path, tmp_path: P
 
     oldest = upstream.installed()
     trained("", "straight", 6)
+    trained("", "moved", 1)
     assert "was written with" not in trained("", "moved", 2)
     forth = trained(f"megatron-{NEWEST}", "moved", 4)
     assert f"was written with megatron-core {oldest} (now {NEWEST}): training continues" in forth
