@@ -237,6 +237,28 @@ def test_a_bucket_that_vanishes_and_comes_back_has_all_again(tmp_path: Path, sto
     assert store.run("verify", store.url)[0] == 0
 
 
+def test_files_of_a_step_that_was_written_again_are_sent_again(
+    tmp_path: Path, store: Store
+) -> None:
+    """An upload fails after its first files, and the run writes the step again with other weights
+    and equal sizes: no file of the first version may remain.
+    """
+    step = write_step(tmp_path, 5)
+
+    def full(client: socket.socket, data: bytes) -> bytes | None:
+        return refused(client, data) if b"__4_0.distcp" in data else data
+
+    store.proxy.fault = full
+    assert store.run("mirror", tmp_path, store.url, "--patience", 0.3)[0] == 1
+    assert "__0_0.distcp" in json.loads((tmp_path / "mirror.json").read_text())["sent"][step.name]
+    store.proxy.fault = lambda client, data: data
+    flip(step / "__0_0.distcp", 7)
+    edit(step / MANIFEST, lambda manifest: manifest["progress"].update(consumed_samples=6))
+    assert store.run("mirror", tmp_path, store.url)[0] == 0
+    assert store.run("fetch", tmp_path / "new", store.url)[0] == 0
+    assert content(tmp_path / "new/checkpoints" / step.name) == content(step)
+
+
 def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, store: Store) -> None:
     good, step = (write_step(tmp_path / "one", number) for number in (3, 4))
     shutil.move(step, tmp_path / "later")

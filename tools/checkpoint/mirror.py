@@ -39,6 +39,7 @@ from pretrain.checkpoint.folder import (
     MANIFEST,
     MIRROR_STATE,
     damage,
+    hash_of,
     hashes_of,
     newest_first,
     newest_good,
@@ -142,7 +143,8 @@ class _State:
     file: Path
     url: str
     newest: int | None = None  # newest step that is complete in the mirror
-    # Files sent of incomplete checkpoints: checkpoint -> file -> hash.
+    # Files sent of incomplete checkpoints: checkpoint -> file -> hash. The hash of MANIFEST is that
+    # of the local file: the run may have written the same step again since then.
     sent: dict[str, dict[str, str]] = field(default_factory=dict)
     fault: str | None = None  # error of the last attempt; None if it succeeded
     # Not in the file: local checkpoints that are damaged and therefore not sent.
@@ -410,7 +412,10 @@ def _send(place: Mirror, state: _State, step: Path, keep_last: int | None) -> No
     with _held(step) as folder:
         manifest = json.loads((folder / MANIFEST).read_text())
         hashes = hashes_of(folder)
-        sent = state.sent.setdefault(step.name, {})
+        version = hash_of(folder / MANIFEST)
+        sent = state.sent.get(step.name, {})
+        if sent.get(MANIFEST) != version:  # files of an earlier checkpoint of this step
+            sent = state.sent[step.name] = {MANIFEST: version}
         files = [
             name
             for name in manifest["files"]
