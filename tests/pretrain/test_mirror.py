@@ -246,7 +246,10 @@ def test_files_of_a_step_that_was_written_again_are_sent_again(
     step = write_step(tmp_path, 5)
 
     def full(client: socket.socket, data: bytes) -> bytes | None:
-        return refused(client, data) if b"__4_0.distcp" in data else data
+        if b"__4_0.distcp" not in data:
+            return data
+        refused(client, data)
+        return None
 
     store.proxy.fault = full
     assert store.run("mirror", tmp_path, store.url, "--patience", 0.3)[0] == 1
