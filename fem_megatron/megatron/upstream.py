@@ -27,6 +27,7 @@ from fem_megatron.megatron.platform import has_cuda
 # Supported releases: OLDEST <= version < TOO_NEW.
 OLDEST = "0.16.1"
 TOO_NEW = "0.20"
+REMEDY = f"pip install 'megatron-core>={OLDEST},<{TOO_NEW}'"
 
 # Modules of megatron.core in use whose code names CUDA devices explicitly:
 # `torch.empty(..., device=torch.cuda.current_device())`, `torch.zeros(..., device="cuda")`,
@@ -133,7 +134,7 @@ def _refuse_unsupported() -> None:
     if not is_supported(found):
         raise UserError(
             f"megatron-core {found} is installed, but this code supports {OLDEST} or newer, below "
-            f"{TOO_NEW}: pip install 'megatron-core>={OLDEST},<{TOO_NEW}'"
+            f"{TOO_NEW}: {REMEDY}"
         )
 
 

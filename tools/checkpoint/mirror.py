@@ -9,8 +9,9 @@
     URL/run/run_id.json               the run that owns this mirror; written first
 
 A checkpoint that does not match the hashes in its manifest is never used. RUN_DIR/mirror.json
-records the progress of the mirror; files that are already at the URL are not sent again. While a
-checkpoint is sent, hard links preserve its files, so that the run may delete it.
+records the progress of the mirror; files that are already at the URL are not sent again, unless the
+run has written their step again. While a checkpoint is sent, hard links preserve its files, so that
+the run may delete it.
 """
 
 from __future__ import annotations

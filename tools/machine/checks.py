@@ -116,7 +116,6 @@ def torch_and_megatron() -> Iterator[Check]:
         )
         return
     yield Check("ok", "torch", f"{torch.__version__}, {platform.toolkit() or 'built without CUDA'}")
-    remedy = f"pip install 'megatron-core>={upstream.OLDEST},<{upstream.TOO_NEW}'"
     try:
         with warnings.catch_warnings():
             upstream.import_megatron()
@@ -129,12 +128,12 @@ def torch_and_megatron() -> Iterator[Check]:
             "FAILED",
             "megatron-core",
             f"cannot be imported ({hardware.last_line(str(error))})",
-            remedy,
+            upstream.REMEDY,
         )
         return
     found = upstream.installed()
     supported = f"{upstream.OLDEST} or newer, below {upstream.TOO_NEW}"
-    yield _tested("megatron-core", found, supported, upstream.is_supported(found), remedy)
+    yield _tested("megatron-core", found, supported, upstream.is_supported(found), upstream.REMEDY)
 
 
 def _tested(name: str, found: str, tested: str, fits: bool, remedy: str) -> Check:
