@@ -12,7 +12,7 @@ from fem_common.errors import UserError
 
 def add_input_arguments(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
     """Add the inputs and ``--subset``. ``nargs`` is ``*`` if the inputs may be omitted."""
-    what = "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
+    what = "parquet, Arrow, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
     parser.add_argument("inputs", nargs=nargs, metavar="INPUT", help=what)
     subset = "of a dataset on the Hub, such as sample-10BT"
     parser.add_argument("--subset", metavar="NAME", help=subset)

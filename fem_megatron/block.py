@@ -20,14 +20,15 @@ from fem_megatron.update import Update, normed
 class Block(nn.Module):
     """One layer: x <- mlp(mixer(x)), repeated ``recurrence`` times with the same weights.
 
-    The loop Transformer and Hyper-SET repeat their layers in this way. Every iteration attends to
-    the tokens again, so each iteration has a separate decoding state. To run more iterations than
-    in training, set ``recurrence`` on the model's blocks.
+    The loop Transformer and Hyper-SET repeat their layers in this way. With ``shape.repeated``
+    "mixer" or "mlp", only this part is repeated, and the other one is applied once. Every iteration
+    attends to the tokens again, so each iteration has a separate decoding state. To run more
+    iterations than in training, set ``recurrence`` on the model's blocks.
     """
 
     def __init__(self, shape: BlockShape, parallel: Parallel) -> None:
         super().__init__()
-        self.recurrence = shape.recurrence
+        self.recurrence, self.repeated = shape.recurrence, shape.repeated
         self.mixer: Update = located(shape.mixer.layer_class)(shape.mixer, parallel)
         self.mlp: Update | None = (
             None if shape.mlp is None else located(shape.mlp.layer_class)(shape.mlp, parallel)
@@ -51,8 +52,11 @@ class Block(nn.Module):
                 context if self.recurrence == 1 else context.within(str(iteration)),
                 iteration=iteration,
             )
-            x = _updated(self.mixer, self.streams[0], x, here.within("mixer"))
-            if self.mlp is not None:
+            if iteration == 0 or self.repeated != "mlp":
+                x = _updated(self.mixer, self.streams[0], x, here.within("mixer"))
+            if self.mlp is not None and (
+                iteration == self.recurrence - 1 or self.repeated != "mixer"
+            ):
                 x = here.again(partial(_updated, self.mlp, self.streams[1]), x, here.within("mlp"))
         return x
 

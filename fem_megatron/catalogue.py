@@ -14,6 +14,7 @@ from fem_megatron.mixers.attention.shape import AttentionShape
 from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
 from fem_megatron.mixers.delta.shape import DeltaShape
 from fem_megatron.mixers.differential.shape import DifferentialShape
+from fem_megatron.mixers.energy_transformer.shape import EnergyTransformerShape
 from fem_megatron.mixers.fem.prior_shapes import (
     AftShape,
     DecayShape,
@@ -27,6 +28,7 @@ from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.mixers.fla.shape import FlaShape
 from fem_megatron.mixers.hyperset.shape import HyperSetShape
 from fem_megatron.mixers.mamba2.shape import Mamba2Shape
+from fem_megatron.mixers.nrgpt.shape import NrgptShape
 from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
 from fem_megatron.mixers.yuriiformer.shape import AcceleratedAttentionShape, AcceleratedSwiGluShape
 from fem_megatron.shape import BlockShape, Shape, SwiGluShape
@@ -39,9 +41,9 @@ EVERY_LAYOUT = "TP SP PP VPP CP DP"
 # mixer that defines its own heads or MLP ignores those keys, and one without positions ignores
 # rope. The base of muP is checked by the mup module.
 EVERYONES = frozenset(
-    "mixer pattern mlp recurrence hidden_size num_layers num_attention_heads ffn_hidden_size "
-    "vocab_size make_vocab_size_divisible_by tie_embeddings causal rope rope_base rope_scaling "
-    "norm_eps init_std parametrization mup".split()
+    "mixer pattern mlp recurrence repeated hidden_size num_layers num_attention_heads "
+    "ffn_hidden_size vocab_size make_vocab_size_divisible_by tie_embeddings causal rope "
+    "rope_base rope_scaling norm_eps init_std parametrization mup".split()
 )
 
 
@@ -121,6 +123,21 @@ MIXERS: dict[str, Mixer] = {
         "Hyper-SET",
         "T^2 (linear: T)",
         lambda model, layer: HyperSetShape.of(model),
+        mlp="none",
+    ),
+    "energy_transformer": Mixer(
+        "attention and a Hopfield network as one step down one energy; depth is model.recurrence",
+        "Energy Transformer",
+        "T^2",
+        lambda model, layer: EnergyTransformerShape.of(model),
+        mlp="none",
+    ),
+    "nrgpt": Mixer(
+        "every token's step down its own energy, with a learned inference rate; depth is "
+        "model.recurrence",
+        "NRGPT",
+        "T^2",
+        lambda model, layer: NrgptShape.of(model),
         mlp="none",
     ),
     "yuriiformer": Mixer(
@@ -256,7 +273,13 @@ def block(model: ModelConfig, name: str, layer: int) -> BlockShape:
             f"model.rope rotates pairs of channels, but a head has {rotated}; change {key}, or set "
             "model.rope=false"
         )
-    return BlockShape(shape, None if mlp == "none" else MLPS[mlp](model), model.recurrence)
+    if model.repeated != "block" and mlp == "none":
+        raise ValueError(
+            f"model.repeated={model.repeated}: a block of {name} has no separate MLP; leave it out"
+        )
+    return BlockShape(
+        shape, None if mlp == "none" else MLPS[mlp](model), model.recurrence, model.repeated
+    )
 
 
 def table() -> str:

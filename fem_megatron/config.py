@@ -17,10 +17,12 @@ from fem_megatron import catalogue
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.cem.shape import CemConfig
 from fem_megatron.mixers.delta.shape import DeltaConfig
+from fem_megatron.mixers.energy_transformer.shape import EnergyTransformerConfig
 from fem_megatron.mixers.fem.shape import FemConfig
 from fem_megatron.mixers.fla.shape import FlaConfig
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig
 from fem_megatron.mixers.mamba2.shape import Mamba2Config
+from fem_megatron.mixers.nrgpt.shape import NrgptConfig
 from fem_megatron.mixers.second_order.shape import SecondOrderConfig
 from fem_megatron.mup import PARAMETRIZATIONS, MupConfig
 from fem_megatron.rope import MOVED, RopeScaling
@@ -48,7 +50,7 @@ class ModelConfig:
     mlp: str | None = setting(
         None,
         "The MLP after the mixer; null: the mixer's default (cem and yuriiformer: the MLP of the "
-        "same name; hyperset: none; others: swiglu).",
+        "same name; hyperset, energy_transformer and nrgpt: none; others: swiglu).",
         (*catalogue.MLPS, "none"),
     )
     recurrence: int = setting(
@@ -56,6 +58,12 @@ class ModelConfig:
         "Number of times that every block is applied, with the same weights (the loop "
         "Transformer; Hyper-SET's depth).",
         least=1,
+    )
+    repeated: str = setting(
+        "block",
+        "The part of a block that recurrence repeats: all of it, or only its mixer or its MLP "
+        "(the reuse of layers that CEM's recursion is compared with).",
+        ("block", "mixer", "mlp"),
     )
     hidden_size: int = setting(768, "Width D of the residual stream.", least=1)
     num_layers: int = setting(12, "Number of blocks (mixer + MLP).", least=1)
@@ -127,6 +135,10 @@ class ModelConfig:
         SecondOrderConfig, "Switches of second-order attention."
     )
     hyperset: HyperSetConfig = setting(HyperSetConfig, "Hyper-SET's switches and sizes.")
+    energy_transformer: EnergyTransformerConfig = setting(
+        EnergyTransformerConfig, "The Energy Transformer's step size and memories."
+    )
+    nrgpt: NrgptConfig = setting(NrgptConfig, "NRGPT's feed-forward energy and its width.")
     delta: DeltaConfig = setting(DeltaConfig, "Sizes of DeltaNet and Gated DeltaNet.")
     mamba2: Mamba2Config = setting(Mamba2Config, "Sizes of Mamba-2.")
     fla: FlaConfig = setting(FlaConfig, "Arguments of a layer of flash-linear-attention.")

@@ -462,11 +462,19 @@ def qk_norms_keep(training: Training, head: int, heads: int) -> float:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A layer: its mixer, its MLP (None if the mixer includes one) and its repetitions."""
+    """A layer: its mixer, its MLP (None if the mixer includes one) and its repetitions.
+
+    repeated: the part that ``recurrence`` repeats, "block", "mixer" or "mlp".
+    """
 
     mixer: Shape
     mlp: Shape | None
     recurrence: int
+    repeated: str = "block"
+
+    def times(self, part: str) -> int:
+        """Return the number of times that a part is applied; part: "mixer" or "mlp"."""
+        return self.recurrence if self.repeated in ("block", part) else 1
 
     @property
     def parts(self) -> dict[str, Shape]:
@@ -492,7 +500,7 @@ class BlockShape:
         document: length in tokens of each document, if documents are read separately.
         """
         flops: dict[str, float] = {}
-        for shape in self.parts.values():
+        for part, shape in self.parts.items():
             parts = shape.flops(length if document is None else document, whole_square=whole_square)
             if document is not None and shape.once:
                 parts |= {
@@ -501,7 +509,7 @@ class BlockShape:
                     if name in shape.once
                 }
             for name, value in parts.items():
-                flops[name] = flops.get(name, 0.0) + self.recurrence * value
+                flops[name] = flops.get(name, 0.0) + self.times(part) * value
         return flops
 
     def state_bytes(self, length: int, element: int) -> int:
@@ -509,8 +517,9 @@ class BlockShape:
 
         All iterations are included.
         """
-        return self.recurrence * sum(
-            shape.state_bytes(length, element) for shape in self.parts.values()
+        return sum(
+            self.times(part) * shape.state_bytes(length, element)
+            for part, shape in self.parts.items()
         )
 
     def reads(self) -> set[str]:

@@ -5,6 +5,7 @@ The shared operations are rotary positions and norms.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -67,6 +68,20 @@ def rotate(x: Tensor, context: Context, rope: Rope) -> Tensor:
     Positions are the context's. With d = 0, x is returned unchanged.
     """
     return rotary(x, None, *_angles(x, context, rope))[0] if x.shape[-1] else x
+
+
+def rotate_back(x: Tensor, context: Context, rope: Rope) -> Tensor:
+    """Apply the inverse of `rotate` to x [s, b, heads, d].
+
+    The gradient of an energy in R_i q_i . R_j k_j with respect to q_i is a sum of rotated keys;
+    this function makes it a vector in q_i's own frame.
+    """
+    positions = context.positions
+    if positions is None:
+        positions = torch.arange(context.past, context.past + x.shape[0], device=x.device)
+    return rotate(
+        x, replace(context, positions=-positions), replace(rope, factor=1.0 / rope.factor)
+    )
 
 
 def rotate_both(q: Tensor, k: Tensor, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:

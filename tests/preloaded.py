@@ -17,9 +17,11 @@ LAYERS = (
     "cem",
     "delta",
     "differential",
+    "energy_transformer",
     "fem",
     "hyperset",
     "mamba2",
+    "nrgpt",
     "second_order",
     "yuriiformer",
 )

@@ -631,7 +631,7 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
     assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+", line)] == []
     pins = dict(line.split("==") for line in lines)
     assert len(pins) == len(lines)
-    for name, requirement in requirements("dev").items():
+    for name, requirement in requirements("dev", "gpu").items():
         assert requirement.specifier.contains(pins[name], prereleases=True), (
             f"{requirement} but {pins[name]} is pinned"
         )
@@ -652,8 +652,23 @@ def test_every_third_party_import_is_declared() -> None:
     used -= known
     declared = set(requirements("gpu", "deepspeed", "eval"))
     assert {name for name in used if distribution.get(name, name) not in declared} == set()
-    # The reverse: every requirement is used; py-spy is a command.
+    # The reverse: every requirement is imported, by the extras' also by tests, or is here.
     assert set(requirements()) - {distribution.get(name, name) for name in used} == {"py-spy"}
+    for name, text in python_sources().items():
+        used |= {module.split(".")[0] for _, module in imported(name, text)}
+    asked = set(requirements(*project()["optional-dependencies"]))
+    assert asked - {distribution.get(name, name) for name in used} == NOT_IMPORTED.keys()
+
+
+NOT_IMPORTED = {
+    **dict.fromkeys(("py-spy", "mypy", "ruff"), "a command"),
+    **dict.fromkeys(("pytest-timeout", "pytest-xdist"), "a plugin of pytest"),
+    **dict.fromkeys(("flask", "flask-cors"), "moto's server imports it"),
+    "types-pyyaml": "types for mypy",
+    "gcsfs": "fsspec imports it for gs://",
+    "flash-attn": "kernels/fem_attention/engines.py imports it by name",
+}
+"""Requirements that no file of the project imports, with their use."""
 
 
 def test_the_readme_draws_the_house_and_gives_a_reason_for_every_dependency() -> None:

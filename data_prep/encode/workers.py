@@ -221,6 +221,7 @@ def describe_unit(plan: Plan, unit: Unit) -> str:
     file = plan.files[unit.file]
     what = {
         "parquet": f", row groups {unit.start} to {unit.stop - 1}",
+        "arrow": f", record batches {unit.start} to {unit.stop - 1}",
         "jsonl": f", bytes {unit.start} to {unit.stop}",
     }
     if file.parts:

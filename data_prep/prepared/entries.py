@@ -277,7 +277,7 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
 
 def _places(plan: Plan, entry: UnitEntry) -> Iterator[dict[str, Any]]:
     file = plan.files[plan.units[entry.unit].file]
-    at = "row" if file.kind == "parquet" else "byte"
+    at = "row" if file.kind in ("parquet", "arrow") else "byte"
     for row in entry.bad:
         path, place = locate(file, row.place) if file.parts else (file.path, row.place)
         yield {

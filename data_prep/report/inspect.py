@@ -30,7 +30,16 @@ from data_prep.encode.tokenizer import TokenizerFolder, find_tokenizer, load_fol
 from data_prep.options import add_encoder_argument, add_input_arguments, worker_count
 from data_prep.prepared.indexed import dtype_name
 from data_prep.report.progress import Reading
-from data_prep.sources import Rows, SourceFile, Span, jsonl, open_files, read_span, spans
+from data_prep.sources import (
+    Rows,
+    SourceFile,
+    Span,
+    arrow,
+    jsonl,
+    open_files,
+    read_span,
+    spans,
+)
 from data_prep.sources.rows import Drop, by_reason
 from data_prep.sources.streams import open_input
 from fem_common.errors import UserError
@@ -223,7 +232,7 @@ def first_file(file: SourceFile) -> Json:
     """Return a dictionary with the columns and types of a file, and its number of row groups.
 
     The columns of a JSONL file are the keys of its first line. A .txt file has no columns. The
-    number of row groups is None unless the file is parquet.
+    number of row groups (Arrow: record batches) is None for the other kinds.
     """
     if file.parts:
         return {"columns": {}, "row_groups": None}
@@ -234,6 +243,12 @@ def first_file(file: SourceFile) -> Json:
             return {
                 "columns": {column.name: str(column.type) for column in schema},
                 "row_groups": groups,
+            }
+        if file.kind == "arrow":
+            schema, batches = arrow.schema(file.path, stream)
+            return {
+                "columns": {column.name: str(column.type) for column in schema},
+                "row_groups": batches,
             }
         first = jsonl.first_object(stream, file.kind)
     return {

@@ -19,11 +19,13 @@ from data_prep.sources.streams import GZIP, ZSTD, is_skippable
 from fem_common.errors import UserError, from_os_error
 from fem_common.files import expand_home
 
-TEXT = ".txt"
-KNOWN = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt"
+TEXT, SPLITS = ".txt", "dataset_dict.json"
+KNOWN = ".parquet, .arrow, .jsonl, .jsonl.gz, .jsonl.zst or .txt"
+CONTINUATION = b"\xff\xff\xff\xff"  # begins each message of an Arrow stream
 BOM = b"\xef\xbb\xbf"
 NO_TEXT = {
     b"version http": "is a Git LFS pointer; fetch the file itself with git lfs pull",
+    b"ARROW1": "is an Arrow file of the Feather format; write it as parquet",
     b"PARE": "is an encrypted parquet file; decrypt it first",
     b"\xff\xfe": "looks like UTF-16; write it as UTF-8",
     b"\xfe\xff": "looks like UTF-16; write it as UTF-8",
@@ -143,6 +145,12 @@ def _below(folder: Path) -> list[Path]:
                 "or remove the link"
             )
     files = [name for name in names if (folder / name).is_file()]
+    if SPLITS in names:
+        splits = sorted({name.partition("/")[0] for name in files if "/" in name})
+        raise UserError(
+            f"{folder} is a DatasetDict of the splits {', '.join(splits)}; name one, for example"
+            f" {folder / splits[0] if splits else folder / 'train'}"
+        )
     data = [name for name in files if is_data(name)]
     if not data:
         data = [name for name in files if name.lower().endswith(TEXT)]
@@ -178,10 +186,10 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def kind_of(path: str, file: BinaryIO) -> str:
-    """Return the kind of an input file from its first bytes: parquet, jsonl, jsonl.gz or jsonl.zst.
+    """Return the kind of an input file from its first bytes.
 
-    Raises UserError if the file is empty, has an unsupported kind, or has another kind than its
-    name indicates.
+    It is parquet, arrow (a stream), jsonl, jsonl.gz or jsonl.zst. Raises UserError if the file is
+    empty, has an unsupported kind, or has another kind than its name indicates.
     """
     begin = file.read(512)
     if not begin:
@@ -209,6 +217,8 @@ def check_text(path: str, begin: bytes) -> None:
 def _kind_by_content(begin: bytes) -> str | None:
     if begin[:4] == b"PAR1":
         return "parquet"
+    if begin[:4] == CONTINUATION:
+        return "arrow"
     if begin[:2] == GZIP:
         return "jsonl.gz"
     if begin[:4] == ZSTD or is_skippable(begin):

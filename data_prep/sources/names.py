@@ -8,7 +8,13 @@ from pathlib import PurePath
 
 from fem_common.text import counted, first_few
 
-KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
+KINDS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+}
 PACKINGS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
 # Descriptions of a dataset in the folder of its data. The library `datasets` ignores them too.
 DESCRIPTIONS = frozenset(
@@ -20,14 +26,16 @@ SHOWN = 5
 def kind_by_name(name: str) -> str | None:
     """Return the kind of a file by its suffix, or None for an unknown suffix.
 
-    The kinds are parquet, jsonl, jsonl.gz and jsonl.zst. Case is ignored.
+    The kinds are parquet, arrow, jsonl, jsonl.gz and jsonl.zst. Case is ignored.
     """
     suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
     packing = PACKINGS.get(suffixes[-1], "") if suffixes else ""
     if packing:
         suffixes.pop()
     kind = KINDS.get(suffixes[-1]) if suffixes else None
-    return None if kind is None or (packing and kind == "parquet") else f"{kind}{packing}"
+    return (
+        None if kind is None or (packing and kind in ("parquet", "arrow")) else f"{kind}{packing}"
+    )
 
 
 def is_data(path: str) -> bool:

@@ -46,7 +46,15 @@ def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
     Raises UserError if a column other than the id is missing or a column has the wrong type.
     """
     reader = _reader(path, file)
-    schema = reader.schema_arrow
+    has_id = check_columns(path, reader.schema_arrow, columns)
+    return reader.metadata.num_rows, sum(_sizes(reader.metadata, columns.text)), has_id
+
+
+def check_columns(path: str, schema: pa.Schema, columns: Columns) -> bool:
+    """Check the columns of a table, and return True if it has ids.
+
+    Raises UserError if a column other than the id is missing or a column has the wrong type.
+    """
     has_id = columns.id != ID or ID in schema.names
     for name in columns.all if has_id else replace(columns, id=columns.text).all:
         kind = _field(path, schema, name, columns).type
@@ -61,7 +69,7 @@ def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
                 f"{path}: column {name!r} is {kind}, neither text nor integer; name the id "
                 "column with --id-column"
             )
-    return reader.metadata.num_rows, sum(_sizes(reader.metadata, columns.text)), has_id
+    return has_id
 
 
 def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[Span]:
@@ -104,7 +112,7 @@ def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Ro
         rows = metadata.row_group(group).num_rows
         done, fault = 0, "it has fewer rows than its footer says"
         try:
-            for batch in _gathered(
+            for batch in gathered(
                 _pieces(reader, group, columns, _rows_per_read(file, metadata, group, columns)),
                 columns,
             ):
@@ -224,9 +232,13 @@ def _pieces(
     for batch in reader.iter_batches(
         batch_size=rows, row_groups=[group], columns=list(names), use_threads=False
     ):
-        yield pa.RecordBatch.from_arrays(
-            [_column(batch, name) for name in names], names=list(names)
-        )
+        yield selected(batch, columns)
+
+
+def selected(batch: pa.RecordBatch, columns: Columns) -> pa.RecordBatch:
+    """Return the columns of a batch that are read, without dictionaries."""
+    names = list(columns.all)
+    return pa.RecordBatch.from_arrays([_column(batch, name) for name in names], names=names)
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
@@ -247,7 +259,7 @@ def _joined(pieces: list[pa.RecordBatch], columns: Columns) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, names=list(columns.all))
 
 
-def _gathered(pieces: Iterator[pa.RecordBatch], columns: Columns) -> Iterator[pa.RecordBatch]:
+def gathered(pieces: Iterator[pa.RecordBatch], columns: Columns) -> Iterator[pa.RecordBatch]:
     """Regroup small batches into batches of at most BATCH_BYTES of text, or of one larger row.
 
     Rows that were read before a fault are yielded before it is raised.

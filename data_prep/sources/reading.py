@@ -1,4 +1,4 @@
-"""Entry points to the readers of parquet, JSONL and .txt inputs, local or on the Hugging Face Hub.
+"""Entry points to the readers of parquet, Arrow, JSONL and .txt inputs, local or on the Hub.
 
 Inputs are checked before any work starts and then read span by span. This package does not depend
 on tokenizers, documents or the data folder.
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from data_prep.sources import jsonl, parquet, txt
+from data_prep.sources import arrow, jsonl, parquet, txt
 from data_prep.sources.finding import Found, find_files, kind_of
 from data_prep.sources.rows import Columns, Rows, SourceFile, Span, Unreadable
 from data_prep.sources.streams import open_input, parquet_footer, sampled, size_of
@@ -79,6 +79,8 @@ def _open(found: Found, columns: Columns) -> SourceFile:
             fingerprint = parquet_footer(file) if kind == "parquet" else sampled(file)
         if kind == "parquet":
             rows, text_bytes, has_id = parquet.check(path, file, columns)
+        elif kind == "arrow":
+            rows, text_bytes, has_id = arrow.check(path, file, columns)
         else:
             text_bytes, has_id = jsonl.check(path, file, kind, columns)
     prefix = None if has_id else found.name
@@ -114,6 +116,9 @@ def spans(file: SourceFile, columns: Columns, unit_bytes: int) -> list[Span]:
     if file.kind == "parquet":
         with open_input(file.path) as stream:
             return parquet.spans(file.path, stream, columns, unit_bytes)
+    if file.kind == "arrow":
+        with open_input(file.path) as stream:
+            return arrow.spans(file.path, stream, columns, unit_bytes)
     return jsonl.spans(file.kind, file.bytes, file.text_bytes, unit_bytes)
 
 
@@ -135,6 +140,8 @@ def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows |
             )
         if file.kind == "parquet":
             parts = parquet.read(file.path, stream, span, own)
+        elif file.kind == "arrow":
+            parts = arrow.read(file.path, stream, span, own)
         else:
             parts = jsonl.read(file.path, stream, file.kind, span, own)
         for part in parts:

@@ -1,4 +1,4 @@
-"""Types for the input and output of the readers of parquet, JSONL and .txt files.
+"""Types for the input and output of the readers of parquet, Arrow, JSONL and .txt files.
 
 They do not depend on the file format.
 """
@@ -47,10 +47,10 @@ class SourceFile:
     """One input file, or the .txt files of one input.
 
     - ``path``: local path, or ``hf://…@COMMIT/…``.
-    - ``kind``: parquet, jsonl, jsonl.gz, jsonl.zst; for .txt files txt (a document is a file) or
-      paragraphs.
+    - ``kind``: parquet, arrow, jsonl, jsonl.gz, jsonl.zst; for .txt files txt (a document is a
+      file) or paragraphs.
     - ``bytes``: the file's size.
-    - ``rows``: from a parquet footer; None if the rows must be read to be counted.
+    - ``rows``: of a parquet or Arrow file; None if the rows must be read to be counted.
     - ``text_bytes``: approximate bytes of text.
     - ``fingerprint``: identity of the content, computed in milliseconds: size and footer of
       parquet, size and sampled blocks of other files, size and the Hub's hash of a remote file.
@@ -95,6 +95,7 @@ class Span:
     The unit of the range depends on the kind of file:
 
     - parquet: numbers of row groups.
+    - arrow: numbers of record batches.
     - plain JSONL: bytes; the part consists of the lines that start in the range.
     - compressed JSONL: always [0, 1), the entire file.
     - .txt files: places (see txt); the part consists of the documents that start in the range.
@@ -233,8 +234,8 @@ def listed(dropped: Mapping[str, int]) -> str:
 class BadRow:
     """Row that was dropped because of a fault.
 
-    ``place`` is the row number in a parquet file, the byte offset of the line in uncompressed
-    JSONL, or the place in .txt files (see txt).
+    ``place`` is the row number in a parquet or Arrow file, the byte offset of the line in
+    uncompressed JSONL, or the place in .txt files (see txt).
     """
 
     place: int

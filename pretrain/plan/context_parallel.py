@@ -52,7 +52,7 @@ def exchanged_bytes(placement: Placement, *, overlapped: bool = False) -> float:
     layers = 0.0
     for name, block, number in config.model.mixers:
         crossing = block.mixer.exchanged_bytes(training, kinds[name])
-        layers += number * block.recurrence * count(crossing, training, again=again)
+        layers += number * block.times("mixer") * count(crossing, training, again=again)
     return layers * placement.micro_batches / config.parallel.pipeline_model_parallel_size
 
 

@@ -67,11 +67,12 @@ def eight_bit(block: BlockShape) -> Weights:
 def forward_flops(model: ModelConfig) -> float:
     """Return the FLOPs per token of the forward pass that are 8-bit products.
 
-    A linear map counts once for each iteration of its block.
+    A linear map counts once for each application of its mixer or MLP.
     """
     return sum(
-        2.0 * block.recurrence * sum(weight.size for weight in eight_bit(block).values())
+        2.0 * block.times(name.partition(".")[0]) * weight.size
         for block in model.blocks()
+        for name, weight in eight_bit(block).items()
     )
 
 

@@ -207,7 +207,7 @@ def layer_activations(placement: Placement, block: BlockShape) -> dict[str, floa
         else:
             kept = {"norms": _norm_activations(placement)} | shape.activation_bytes(training)
         for name, value in kept.items():
-            terms[name] = terms.get(name, 0.0) + block.recurrence * value
+            terms[name] = terms.get(name, 0.0) + block.times(part) * value
     return terms
 
 

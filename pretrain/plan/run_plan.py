@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -18,9 +18,7 @@ from fem_common.costs import CONTENTS
 from fem_common.text import gib, si
 from fem_megatron.catalogue import BASELINE
 from fem_megatron.config import ModelConfig
-from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mup import outer_weights, width_ratio
-from fem_megatron.rope import RopeScaling
 from fem_megatron.shape import BlockShape, Weight, Weights
 from pretrain.config import RunConfig
 from pretrain.plan import context_parallel, fp8, muon
@@ -214,17 +212,17 @@ class Plan(Placement):
         The number does not depend on the number of heads; one head is used because it fits any
         width.
         """
-        twin = replace(
-            self.config.model,
+        model = self.config.model
+        twin = ModelConfig(
             mixer=BASELINE,
-            pattern=None,
-            mlp=None,
-            recurrence=1,
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
             num_attention_heads=1,
-            num_query_groups=None,
+            ffn_hidden_size=model.ffn_hidden_size,
+            vocab_size=model.vocab_size,
+            make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+            tie_embeddings=model.tie_embeddings,
             rope=False,
-            rope_scaling=RopeScaling(),
-            attention=AttentionConfig(),
         )
         return sum(count_by_component(twin).values())
 
@@ -357,7 +355,8 @@ def memory_excess(plan: Plan) -> str | None:
 def _model_lines(plan: Plan) -> Iterator[str]:
     model, total = plan.config.model, plan.total_parameters
     blocks = blocks_by_mixer(model)
-    again = f", each applied {model.recurrence} times" if model.recurrence > 1 else ""
+    part = "" if model.repeated == "block" else f"'s {model.repeated}"
+    again = f", each{part} applied {model.recurrence} times" if model.recurrence > 1 else ""
     what = " ".join(model.pattern or (model.mixer,))
     yield (
         f"{plan.config.name}: {what}, {model.num_layers} layers of {model.hidden_size}, "

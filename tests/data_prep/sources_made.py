@@ -56,6 +56,10 @@ def written(
     """Write a file of rows, of the kind that its name indicates, and open it."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    elif path.suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table, max_chunksize=options.get("row_group_size"))
     else:
         path.write_bytes(
             packed(path.name, b"".join(json.dumps(item).encode() + b"\n" for item in rows))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -142,19 +143,20 @@ def test_the_first_wrong_file_of_many_is_named(tmp_path: Path) -> None:
 def test_files_of_every_kind_are_described(tmp_path: Path) -> None:
     rows = [row(i, words=400) for i in range(500)]
     text = sum(len(item["text"].encode()) for item in rows)
-    for name in ("a.parquet", "b.jsonl", "c.jsonl.gz", "d.jsonl.zst"):
+    for name in ("a.parquet", "b.jsonl", "c.jsonl.gz", "d.jsonl.zst", "f.arrow"):
         written(tmp_path / name, rows, row_group_size=100)
     (tmp_path / "e").write_bytes((tmp_path / "c.jsonl.gz").read_bytes())
     files = open_files([str(tmp_path), str(tmp_path / "e")], COLUMNS)
-    assert [file.kind for file in files] == "parquet jsonl jsonl.gz jsonl.zst jsonl.gz".split()
-    assert [file.rows for file in files] == [500, None, None, None, None]
+    kinds = "parquet jsonl jsonl.gz jsonl.zst arrow jsonl.gz"
+    assert [file.kind for file in files] == kinds.split()
+    assert [file.rows for file in files] == [500, None, None, None, 500, None]
     assert all(
         file.bytes == Path(file.path).stat().st_size and abs(file.text_bytes / text - 1) < 0.3
         for file in files
     )
     assert (
-        files[2].fingerprint == files[4].fingerprint
-        and len({file.fingerprint for file in files}) == 4
+        files[2].fingerprint == files[5].fingerprint
+        and len({file.fingerprint for file in files}) == 5
     )
 
 
@@ -198,7 +200,7 @@ def test_fingerprints_see_another_size_and_other_content_and_are_fast(
     assert len(found) == 3
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "jsonl.gz", "jsonl.zst"])
 def test_spans_cover_each_row_once_in_order_for_any_unit_size(tmp_path: Path, kind: str) -> None:
     random_ = random.Random(1)
     rows = [row(i, words=random_.choice([1, 5, 200])) for i in range(150)]
@@ -208,7 +210,7 @@ def test_spans_cover_each_row_once_in_order_for_any_unit_size(tmp_path: Path, ki
     assert [item[:2] for item in expected] == [
         (item["text"].encode(), item["id"].encode()) for item in rows
     ]
-    least = 1 if kind == "parquet" else 500  # each span of JSONL opens the file
+    least = 1 if kind in ("parquet", "arrow") else 500  # each span of JSONL opens the file
     for unit_bytes in (
         least,
         999,
@@ -220,7 +222,7 @@ def test_spans_cover_each_row_once_in_order_for_any_unit_size(tmp_path: Path, ki
         assert cut == spans(file, COLUMNS, unit_bytes) and read_all(file, cut) == expected
         assert [span.start for span in cut] == [0, *(span.stop for span in cut[:-1])]
         assert cut[-1].stop == full.stop
-        if kind == "parquet":
+        if kind in ("parquet", "arrow"):
             sizes = [span.text_bytes for span in spans(file, COLUMNS, 1)]
             assert sum(span.rows or 0 for span in cut) == 150
             assert all(span.text_bytes >= unit_bytes for span in cut[:-1])
@@ -241,7 +243,29 @@ def test_plain_lines_may_be_cut_at_any_byte(tmp_path: Path) -> None:
         assert read_all(file, [Span(0, cut, None, 0), Span(cut, file.bytes, None, 0)]) == expected
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_folder_of_datasets_is_read(tmp_path: Path) -> None:
+    """Shards are read in order, and a DatasetDict only by the name of a split."""
+    rows = [row(i, words=3) for i in range(2500)]
+    full = datasets.Dataset.from_list(rows)
+    full.save_to_disk(tmp_path / "one", num_shards=2)
+    files = open_files([str(tmp_path / "one")], COLUMNS)
+    assert [file.rows for file in files] == [1250, 1250]
+    assert [len(spans(file, COLUMNS, 1)) for file in files] == [2, 2]  # 1,000 rows per batch
+    read = [item for file in files for item in read_all(file)]
+    assert [item[:2] for item in read] == [
+        (item["text"].encode(), item["id"].encode()) for item in rows
+    ]
+    datasets.DatasetDict({"train": full, "test": full}).save_to_disk(tmp_path / "two")
+    with pytest.raises(UserError, match=r"two is a DatasetDict of the splits test, train; name"):
+        open_files([str(tmp_path / "two")], COLUMNS)
+    (file,) = open_files([str(tmp_path / "two" / "train")], COLUMNS)
+    assert read_all(file)[-1][:2] == read[-1][:2]
+    os.truncate(file.path, file.bytes - 40_000)
+    with pytest.raises(UserError, match=r"is not a readable Arrow stream \(.*; fetch or write it"):
+        open_files([file.path], COLUMNS)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl"])
 def test_a_file_that_is_gone_or_changed_is_refused(tmp_path: Path, kind: str) -> None:
     file = written(tmp_path / f"x.{kind}", [row(i, words=2) for i in range(5)])
     (span,) = spans(file, Columns(), WHOLE)

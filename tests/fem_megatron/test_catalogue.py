@@ -25,6 +25,7 @@ from fem_megatron.mixers.cem.shape import CemConfig
 from fem_megatron.mixers.delta.shape import DeltaConfig
 from fem_megatron.mixers.fem.shape import FemConfig
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig
+from fem_megatron.mixers.nrgpt.shape import NrgptConfig
 from fem_megatron.mixers.second_order.shape import SecondOrderConfig
 from fem_megatron.parallel import OneProcess
 from fem_megatron.rope import RopeScaling
@@ -73,6 +74,12 @@ CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
     "fem normed": {"mixer": "fem_softmax", "qk_norm": True},
     "differential normed": {"mixer": "differential", "qk_norm": True},
     "loop": {"mixer": "transformer", "recurrence": 2},
+    "cem mixer twice": {"mixer": "cem", "recurrence": 2, "repeated": "mixer"},
+    "MLP twice": {"mixer": "transformer", "recurrence": 2, "repeated": "mlp"},
+    "cem powers": {"mixer": "cem", "cem": CemConfig(alibi="powers")},
+    "energy transformer both ways": {"mixer": "energy_transformer", "causal": False},
+    "nrgpt deep": {"mixer": "nrgpt", "recurrence": 2, "nrgpt": NrgptConfig(feed_forward="ff2")},
+    "nrgpt one map": {"mixer": "nrgpt", "nrgpt": NrgptConfig(feed_forward="ff1")},
     "fem budget ii": {
         "mixer": "fem_softmax",
         "hidden_size": 32,
@@ -290,6 +297,26 @@ def test_planned_flops_are_those_that_torch_counts(name: str, documents: tuple[i
         size * value for size, cost in costs for part, value in cost.items() if part != "solves"
     )
     assert counter.get_total_flops() == pytest.approx(planned, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("repeated", "order"), [("mixer", "xxxm"), ("mlp", "xmmm")], ids=["mixer", "mlp"]
+)
+def test_a_part_of_a_block_is_repeated(repeated: str, order: str) -> None:
+    """x: the mixer, m: the MLP, in the order in which they are applied."""
+    once, block = block_of("cem"), block_of("cem", recurrence=3, repeated=repeated)
+    block.load_state_dict(once.state_dict())
+    assert once.mlp is not None
+    wanted = x = tokens("cem")
+    with torch.no_grad():
+        for part in order:
+            wanted = (once.mixer if part == "x" else once.mlp)(wanted, Context())
+        assert torch.equal(block(x, Context()), wanted)
+
+
+def test_only_a_separate_mlp_is_repeated() -> None:
+    with pytest.raises(ValueError, match=r"model\.repeated=mlp: a block of hyperset has no"):
+        replace(SMALL, mixer="hyperset", recurrence=2, repeated="mlp").blocks()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -41,7 +41,7 @@ from tests.wording import Wording
 PLACES = ("TP2", "TP2+SP")
 # In cem, more than one large product reads the input; the delta rules also keep values of the
 # input's shape.
-ENTERED = ("cem", "delta")
+ENTERED = ("nrgpt", "cem", "delta")
 # all_gather: mixers with named keys; states: scans that pass states.
 CUTS = ("CP2, all_to_all", "CP2, all_gather", "CP2, states", "CP2, ring")
 WIDE_RANGE = "CP2, states, beta beyond the range"
@@ -312,7 +312,7 @@ def compare_cut(
         report = shape.mixer.exchanged_bytes(
             training, SplitKinds(cut.gathers, cut.states, cut.ring)
         ).sent(training)
-        errors["bytes"] = abs(report * shape.recurrence / sum(sent) - 1)
+        errors["bytes"] = abs(report * shape.times("mixer") / sum(sent) - 1)
     for (key, ours), (_, theirs) in zip(
         split.named_parameters(), full.named_parameters(), strict=True
     ):

@@ -5,15 +5,12 @@ They cover weak decays next to strong ones, forgotten values, exact logarithms, 
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import kernels.linear_attention.op as module
 from kernels.check import Inputs, relative, results
 from kernels.linear_attention import end_state, linear_attention, log_weights
 from kernels.linear_attention.cases import SUITE, weights_and_decays
@@ -186,39 +183,3 @@ def test_one_key_for_all_heads_and_decays_in_float32_next_to_bfloat16() -> None:
         grads.append(torch.autograd.grad(y.float().square().sum(), leaf)[0])
     # bfloat16's unit roundoff is 4e-3.
     assert grads[0].dtype == torch.float32 and relative(*grads) < 1e-2
-
-
-def test_fla_is_given_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fla's two entry points get their layout and argument names.
-
-    The test needs no GPU: it replaces the entry points by the reference.
-    """
-
-    def entry(
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        g: Any,
-        scale: float,
-        initial_state: Any,
-        output_final_state: bool,
-    ) -> Any:
-        assert output_final_state and scale == 1.0
-        q, k, v, decay = (None if t is None else t.transpose(1, 2) for t in (q, k, v, g))
-        y, state = linear_attention(q, k, v, decay, initial_state, implementation="reference")
-        return y.transpose(1, 2), state
-
-    for name in ("fla", "fla.ops", "fla.ops.gla", "fla.ops.simple_gla"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["fla.ops.gla"].chunk_gla = entry  # type: ignore[attr-defined]
-    sys.modules["fla.ops.simple_gla"].chunk_simple_gla = entry  # type: ignore[attr-defined]
-    for decay in ("no decay", "a decay a head", "a decay a channel"):
-        x = inputs(9, decay)
-        x["k"][:, :, :2] = 0
-        for normalise in (True, False):
-            initial = None if normalise else torch.rand(1, 1, 3, 4)
-            expected = linear_attention(**x | {"normalise": normalise}, initial=initial)
-            got = module._by_fla(x["q"], x["k"], x["v"], x.get("log_decay"), initial, normalise)
-            for one, other in zip(got, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # float32 rounding

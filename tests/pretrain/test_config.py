@@ -330,9 +330,9 @@ def test_a_plan_takes_the_world_size_that_the_configuration_asks_for() -> None:
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if "TP" in MIXERS[name].layouts])
 def test_every_mixer_can_be_split_at_the_papers_sizes(mixer: str) -> None:
     for run, tensor in (
-        ("fem_sm_1.3b_100bt", 2),
-        ("fem_sm_1.3b_100bt", 8),
-        ("fem_sm_340m_15bt", 4),
+        ("transformer_1.3b_100bt", 2),
+        ("transformer_1.3b_100bt", 8),
+        ("transformer_340m_15bt", 4),
     ):
         settings = [f"model.mixer={mixer}", f"parallel.tensor_model_parallel_size={tensor}"]
         settings += ["model.second_order.exact_max_length=4096"] if mixer == "mha2nd" else []
@@ -498,7 +498,7 @@ def test_what_prints_and_what_refuses_imports_nothing_heavy_and_needs_no_data(
     )
     done = lightly(*words, *more)
     assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if more else (0, 0)), done.stderr
-    assert "1.3b" not in words[0] or "1,384,820,224" in done.stdout
+    assert "1.3b" not in words[0] or "1,374,595,840" in done.stdout
 
 
 def test_older_names_of_keys_are_read(tmp_path: Path) -> None:

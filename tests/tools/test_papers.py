@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from data_prep.verbs.run import Task
 from fem_common.errors import ConfigError, UserError
@@ -24,6 +25,7 @@ from tools.papers import (
     catalogue,
     forecast,
     gp,
+    images,
     language,
     lis,
     mad,
@@ -34,7 +36,7 @@ from tools.papers import (
 )
 from tools.papers.__main__ import main
 from tools.papers.experiment import Outcome, Results, Trial, gather, interval, line_of, read_results
-from tools.papers.training import IGNORED, schedule
+from tools.papers.training import IGNORED, regression, schedule
 
 TINY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "argmax": (("T = 4",), {}),
@@ -49,7 +51,19 @@ TINY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "second-language": (("bytes",), {"width": 16, "heads": 2, "length": 16}),
     "cem-language": (("bytes",), {"width": 16, "heads": 2, "length": 16}),
     "sudoku": (("8 iterations",), {"width": 16, "heads": 2, "train": 8, "test": 4}),
-    "hyperset-images": (("digits",), {"width": 16, "heads": 2}),
+    "hyperset-images": (
+        ("digits",),
+        {
+            "width": 16,
+            "heads": 2,
+            "rows": (
+                *itertools.islice(images.HYPERSET, 12),
+                "LoRA of rank 4",
+                "Hyper-SET, 2 layers",
+                "Transformer, no sharing",
+            ),
+        },
+    ),
     "masked-digits": (("digits",), {"width": 16, "heads": 2}),
 }
 
@@ -85,9 +99,9 @@ def trained(outcome: Outcome, file: Path, task: Task | None = None) -> Results:
 # --- the data -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("noise", [0.0, mad.NOISE])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_recall_asks_for_what_followed_the_key_before(noise: float) -> None:
-    inputs, targets = mad.recall(200, 64, generator(), training=False, noise=noise)
+    inputs, targets = mad.recall(200, 64, generator(), 16, training=False, noise=noise)
     full = torch.cat((inputs, targets[:, -1:]), 1).view(200, 32, 2)
     for tokens, requested in zip(
         full.tolist(),
@@ -104,12 +118,12 @@ def test_recall_asks_for_what_followed_the_key_before(noise: float) -> None:
         assert answer != IGNORED
     # 31 of 32 pairs may be noise; the standard deviation of the binomial is 0.005.
     assert abs(float((full[..., 0] >= 16).double().mean()) - noise * 30 / 32) < 0.02
-    same, every = mad.recall(200, 64, generator(), training=True, noise=noise)
+    same, every = mad.recall(200, 64, generator(), 16, training=True, noise=noise)
     assert torch.equal(same, inputs) and torch.equal(every[:, :-1], inputs[:, 1:])
 
 
 def test_fuzzy_recall_ends_with_a_pair_that_stood_before() -> None:
-    inputs, targets = mad.fuzzy_recall(200, 64, generator(), training=False)
+    inputs, targets = mad.fuzzy_recall(200, 64, generator(), 16, training=False)
     lengths = set()
     rows = torch.cat((inputs, targets[:, -1:]), 1).tolist()
     for tokens, requested in zip(rows, targets.tolist(), strict=True):
@@ -123,7 +137,7 @@ def test_fuzzy_recall_ends_with_a_pair_that_stood_before() -> None:
         assert any(before[i : i + len(pair)] == pair for i in range(len(before)))
         lengths.add(answer)
     assert lengths == {1, 2, 3}
-    keys, _ = mad.fuzzy_recall(200, 64, generator(), training=True)
+    keys, _ = mad.fuzzy_recall(200, 64, generator(), 16, training=True)
     key_lengths = set()
     for row in keys.tolist():
         for is_key, run in itertools.groupby(row, lambda token: token < 7):
@@ -133,7 +147,9 @@ def test_fuzzy_recall_ends_with_a_pair_that_stood_before() -> None:
 
 
 def test_memorization_selective_copying_and_compression() -> None:
-    (keys, values), (others, same) = (mad.memorization(50, 32, generator(seed)) for seed in (0, 1))
+    (keys, values), (others, same) = (
+        mad.memorization(50, 32, generator(seed), 256) for seed in (0, 1)
+    )
     learned = dict(
         zip(keys[:, ::2].flatten().tolist(), values[:, 1::2].flatten().tolist(), strict=True)
     )
@@ -143,16 +159,47 @@ def test_memorization_selective_copying_and_compression() -> None:
     again = zip(others[:, ::2].flatten().tolist(), same[:, 1::2].flatten().tolist(), strict=True)
     assert all(learned.get(key, value) == value for key, value in again)
 
-    tokens, requested = mad.selective_copying(50, 64, generator())
+    tokens, requested = mad.selective_copying(50, 64, generator(), 16, 4)
     for row, answer in zip(tokens.tolist(), requested.tolist(), strict=True):
         assert [token for token in row[:59] if token != 14] == answer[-4:]
         assert row[59:] == [15, 14, 14, 14, 14]
         assert answer[:-4] == [IGNORED] * 60
 
-    tokens, requested = mad.compression(50, 32, generator())
+    tokens, requested = mad.compression(50, 32, generator(), 16)
     assert torch.equal(tokens, requested)
     assert (tokens[:, -1] == 15).all()
     assert set(tokens[:, :-1].flatten().tolist()) == set(range(15))
+
+
+def test_harder_variants_change_one_setting_of_a_task() -> None:
+    """The sizes of the benchmark: 66 cases, whose tokens and answers are in their vocabulary."""
+    counts = {"compression": 11, "fuzzy recall": 11, "in-context recall": 11, "memorization": 6}
+    counts |= {"noisy recall": 14, "selective copying": 13}
+    assert {name: len(cases) for name, cases in mad.MEANS.items()} == {
+        f"{name}, mean": count for name, count in counts.items()
+    }
+    size = mad.FULL
+    for name, cases in mad.VARIANTS.items():
+        for case, task in cases.items():
+            basic = vars(mad.BASIC[name])
+            assert sum(value != basic[key] for key, value in vars(task).items()) == 1, case
+            length = mad.length_of(case, size)
+            inputs, targets = mad.examples(case, 3, length, generator(), training=False)
+            assert len(inputs) == 3 and length - inputs.shape[1] in (0, 1), case
+            assert inputs.min() >= 0 and inputs.max() < task.vocabulary, case
+            requested = targets[targets != IGNORED]
+            assert len(requested) and requested.max() < task.vocabulary, case
+    copied, _ = mad.examples("selective copying of 96 copied", 3, 256, generator(), training=False)
+    assert ((copied[:, :159] != 14).sum(1) == 96).all()
+    noisy, _ = mad.examples("noisy recall of noise 0.8", 300, 128, generator(), training=False)
+    assert abs(float((noisy[:, ::2] >= 16).double().mean()) - 0.8 * 62 / 64) < 0.02
+
+
+def test_the_first_equal_key() -> None:
+    keys = torch.tensor([[3, 5, 3, 5, 3]])
+    assert mad.earlier(keys).tolist() == [[0, 1, 0, 1, 0]]
+    counted = torch.tensor([[False, True, True, True, True]])
+    assert mad.earlier(keys, counted).tolist() == [[0, 1, 2, 1, 2]]
 
 
 def test_longest_increasing_subsequence() -> None:
@@ -366,6 +413,17 @@ def test_quick_forms_learn(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
             assert record[experiment.metric] < (3.0 if experiment.metric == "nats" else 0.9)
 
 
+def test_rows_are_named_with_their_commas() -> None:
+    known = ("CEM", "CEM T = 2", "CEM T = 2, raw residual", "Llama")
+    assert running.picked("--mixers", "Llama, CEM T = 2, raw residual,CEM", known) == (
+        "CEM",
+        "CEM T = 2, raw residual",
+        "Llama",
+    )
+    with pytest.raises(UserError, match="--mixers 'raw residual': unknown"):
+        running.picked("--mixers", "CEM T = 2,raw residual", known)
+
+
 def test_an_array_shares_the_rows(tmp_path: Path) -> None:
     outcome = tiny("gp", rows=("Plain", "Gated", "CEM-T1"))
     for index in range(2):
@@ -399,6 +457,35 @@ def test_a_trial_ends_where_enough_is_answered() -> None:
         )
         # Checked after every fifteenth step.
         assert training.train(task, size, 1e-3, 0)["steps"] == steps
+
+
+def test_epochs_late_scores_and_adams_decay() -> None:
+    """Fields of a size that the recipes of the papers need."""
+    size = tiny("lis", epochs=3, averaged=2).size
+    task = lis.problem("L = 10 alone", "MHA", size, 0)
+    scores = iter([0.25, 0.5, 0.75, 0.125])
+
+    def score(*_: Any) -> dict[str, tuple[Tensor, int]]:
+        return {"accuracy": (torch.tensor(next(scores)), 1)}
+
+    record = training.train(replace(task, scores=score), size, 1e-3, 0)
+    # Measured: test data after the second epoch, training data, test data, validation data.
+    assert record["steps"] == 3 * 64 // 8
+    assert record["accuracy"] == (0.25 + 0.75) / 2
+    assert (record["train_accuracy"], record["validation"]) == (0.5, 0.125)
+    flat = tiny("argmax", steps=100, warmup=0.1, constant=True).size
+    assert [schedule(step, flat) for step in (10, 50, 99)] == [1, 1, 1]
+    # Without a gradient AdamW shrinks a matrix by rate times decay; Adam moves it by the rate.
+    for l2, wanted in ((False, 1 - 0.1 * 0.5), (True, 1 - 0.1)):
+        network = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(network.weight)
+        zero = replace(
+            regression(network, *[(torch.ones(8, 1), torch.ones(8, 1))] * 3),
+            loss=lambda output, *_: 0 * output.sum(),
+        )
+        one = replace(flat, steps=1, weight_decay=0.5, l2=l2, clip=None)
+        training.train(zero, one, 0.1, 0)
+        assert network.weight.item() == pytest.approx(wanted, abs=1e-6)
 
 
 def test_the_rate_rises_and_falls() -> None:

@@ -34,6 +34,7 @@ GENTLER = ("optimizer.lr=1e-3", "optimizer.min_lr=1e-4")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "cem": GENTLER,
     "hyperset": ("model.num_layers=1", "model.recurrence=4"),
+    "energy_transformer": ("model.recurrence=2", "model.energy_transformer.alpha=1.0"),
     "transformer, looped twice": (
         "model.mixer=transformer",
         "model.num_layers=2",

@@ -21,6 +21,7 @@ from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
 from fem_megatron.documents import Documents
 from fem_megatron.megatron import fusions, platform
+from fem_megatron.mixers.cem.shape import CemConfig
 from fem_megatron.mixers.fem.shape import FemConfig
 from fem_megatron.mup import outer_weights, starts_from
 from fem_megatron.parallel import OneProcess
@@ -45,6 +46,7 @@ class Scale:
     batch: number of sequences.
     documents: average tokens per document, where documents do not attend to each other; 0: one
         document per sequence.
+    dtype: of the weights.
     """
 
     about: str
@@ -52,6 +54,7 @@ class Scale:
     tokens: int
     batch: int
     documents: int = 0
+    dtype: torch.dtype = torch.bfloat16
 
     def begins(self) -> Tensor:
         """Return a [batch, tokens] bool tensor that is True where a document begins.
@@ -103,34 +106,76 @@ def _scale(
 SCALES: dict[str, Scale] = {
     "1.3B": _scale("configs/model/transformer_1.3b.yaml", 24, 2048, 16, 5632, 4096, 2),
     "340M": _scale("configs/model/transformer_340m.yaml", 24, 1024, 16, 2816, 4096, 4),
+    "table 5": _scale("the FEM paper's table 5: 8 layers of 512", 8, 512, 4, None, 2048, 4),
     "table 7": _scale("the FEM paper's table 7: 12 layers of 768", 12, 768, 12, None, 1024, 8),
     "162M": _scale("the CEM paper's 162M (its table 1)", 12, 864, 12, 2304, 2048, 8),
     "134M": _scale("the CEM paper's 134M", 12, 768, 12, 2048, 2048, 8),
     "108M": _scale("the CEM paper's 108M", 12, 672, 12, 1792, 2048, 8),
     "86M": _scale("the CEM paper's 86M", 8, 672, 8, 1792, 2048, 8),
 }
+TABLES = tuple(name for name in SCALES if name.startswith("table"))
+SINGLE = {f"{name}, fp32": name for name in TABLES}
+"""The paper's tables in the paper's precision -> in bfloat16."""
+SCALES |= {name: replace(SCALES[of], dtype=torch.float32) for name, of in SINGLE.items()}
 PACKED = {f"{name}, documents": name for name in ("1.3B", "340M")}
 SCALES |= {
     packed: replace(SCALES[name], about=f"{SCALES[name].about}, separate documents", documents=512)
     for packed, name in PACKED.items()
 }
 
-VARIANTS: Mapping[str, Callable[[ModelConfig], ModelConfig]] = {
-    BASELINE: lambda model: replace(model, mixer="transformer"),
-    "FEM-SM, C L T G": lambda model: replace(model, mixer="fem_softmax"),
-    "FEM-SM, L T G": lambda model: replace(
-        model, mixer="fem_softmax", fem=FemConfig(conditioner=False)
-    ),
-    "FEM-SM, L T": lambda model: replace(
-        model, mixer="fem_softmax", fem=FemConfig(conditioner=False, gate=False)
-    ),
-    "FEM-SM, L": lambda model: replace(
-        model, mixer="fem_softmax", fem=replace(WITHOUT, free_energy=True)
-    ),
-    "FEM-GLA, C L T G": lambda model: replace(model, mixer="fem_gla"),
-    "GLA": lambda model: replace(model, mixer="fem_gla", fem=WITHOUT),
-    "CEM": lambda model: replace(model, mixer="cem"),
+Variant = Callable[[ModelConfig], ModelConfig]
+
+
+def _mixer(name: str) -> Variant:
+    return lambda model: replace(model, mixer=name)
+
+
+def _fem(prior: str, letters: str) -> Variant:
+    """Return a FEM over ``prior`` with these of C, L, T and G.
+
+    The conditioner has the paper's width, D / 64, rounded up to a multiple of the heads.
+    """
+
+    def made(model: ModelConfig) -> ModelConfig:
+        heads = model.num_attention_heads
+        width = -(-model.hidden_size // 64 // heads) * heads if "C" in letters else None
+        switches = FemConfig(
+            conditioner="C" in letters,
+            free_energy="L" in letters,
+            temperature="T" in letters,
+            gate="G" in letters,
+            conditioner_size=width,
+        )
+        return replace(model, mixer=f"fem_{prior}", fem=switches)
+
+    return made
+
+
+VARIANTS: Mapping[str, Variant] = {
+    BASELINE: _mixer("transformer"),
+    "FEM-SM, C L T G": _fem("softmax", "CLTG"),
+    "FEM-SM, L T G": _fem("softmax", "LTG"),
+    "FEM-SM, L T": _fem("softmax", "LT"),
+    "FEM-SM, L": _fem("softmax", "L"),
+    "FEM-GLA, C L T G": _fem("gla", "CLTG"),
+    "GLA": _fem("gla", ""),
+    "CEM": lambda model: replace(model, mixer="cem", cem=CemConfig(alibi="powers")),
 }
+ROWS: Mapping[str, Variant] = {
+    "FEM-SM, C L T": _fem("softmax", "CLT"),
+    "FEM-SM, C L": _fem("softmax", "CL"),
+    "FEM-SM, C": _fem("softmax", "C"),
+    "FEM-GLA, L T G": _fem("gla", "LTG"),
+    "FEM-Mamba, C L T G": _fem("mamba", "CLTG"),
+    "FEM-Mamba, L T G": _fem("mamba", "LTG"),
+    "linear attention": _fem("linear", ""),
+    "Mamba-2": _mixer("mamba2"),
+    "DeltaNet": _mixer("deltanet"),
+    "Gated DeltaNet": _mixer("gated_deltanet"),
+    "differential": _mixer("differential"),
+}
+"""Further rows of the paper's tables 5 and 7, which are timed at their scales only."""
+MODELS = {**VARIANTS, **ROWS}
 
 
 class Fused(OneProcess):
@@ -244,12 +289,12 @@ def train_step(
 ) -> StepCost:
     """Time a model's training step on random tokens and return its cost.
 
-    variant: key of VARIANTS.
+    variant: key of MODELS.
     budget: approximate seconds of the timing.
 
     Raises torch.OutOfMemoryError if the step does not fit in memory.
     """
-    config = VARIANTS[variant](scale.model)
+    config = MODELS[variant](scale.model)
     platform.reset_peak_memory()
     model = LanguageModel(config, dtype, recompute=recompute)
     device = platform.device()

@@ -60,7 +60,8 @@ def markdown(table: Table) -> str:
             " are over the columns that every model has; models with the same printed score share"
             " the better rank."
         )
-    blocks += [*_rescaled(table), *_heldout(table), "## Columns", _columns(table)]
+    blocks += [*_published(table), *_rescaled(table), *_heldout(table)]
+    blocks += ["## Columns", _columns(table)]
     if table.notes:
         blocks += ["## Notes", "\n".join(f"- {note}" for note in table.notes)]
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -90,6 +91,27 @@ def _scores(table: Table) -> str:
                 average, firsts = ranked
                 cells += [str(printed(average, 2)), str(firsts)]
     return _grid_markdown(heads, rows)
+
+
+def _published(table: Table) -> list[str]:
+    """Return a section with the scores of the suite's paper, in its models' groups."""
+    if table.published is None:
+        return []
+    found = json.loads(Path(table.published).read_text(encoding="utf-8"))
+    heads = ["Model", *found["columns"], "Avg Rank", "#Top1"]
+    blocks = ["## Published scores", f"{found['source']}."]
+    for group in found["groups"]:
+        rows = [
+            [
+                _escaped(row["model"]),
+                *(str(printed(score)) for score in row["scores"]),
+                row["avg_rank"],
+                str(row["top1"]),
+            ]
+            for row in group["rows"]
+        ]
+        blocks += [f"{group['name']}:", _grid_markdown(heads, rows)]
+    return blocks
 
 
 def _rescaled(table: Table) -> list[str]:

@@ -113,6 +113,12 @@ class Suite:
         path=True,
     )
     tasks: tuple[SuiteTask, ...] = setting((), "The columns.")
+    published: str | None = setting(
+        None,
+        "JSON file with a paper's scores, which table.md shows below its own; relative to the "
+        "folder of this file.",
+        path=True,
+    )
 
 
 def load_suite(word: str) -> Suite:
@@ -143,7 +149,10 @@ def load_suite(word: str) -> Suite:
     for folder in folders:
         if not Path(folder).is_dir():
             raise ConfigError(f"{path}: task_paths: {folder} is not a folder")
-    return Suite(suite.name or path.stem, suite.title, folders, tasks)
+    published = str(path.parent / suite.published) if suite.published else None
+    if published is not None and not Path(published).is_file():
+        raise ConfigError(f"{path}: published: {published} is not a file")
+    return Suite(suite.name or path.stem, suite.title, folders, tasks, published)
 
 
 def _named(task: SuiteTask, at: str) -> SuiteTask:

@@ -77,7 +77,7 @@ class Table:
     """Results of all models.
 
     columns: in the order of the suite. rows: one per model, in the order of the results. notes:
-    remarks for the reader, one sentence each.
+    remarks for the reader, one sentence each. published: file of a paper's scores, or None.
     """
 
     suite: str
@@ -85,6 +85,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    published: str | None = None
 
     def cells(self, column: Column) -> list[Result | None]:
         """Return the result of each row in a column, or None."""
@@ -297,7 +298,7 @@ def build(results: Sequence[Result], suite: Suite | None) -> Table:
         raise ScoreError(
             f"no results of the suite {suite.name}: only results of {', '.join(others)}"
         )
-    table = Table(suite.name, suite.title, columns, rows, ())
+    table = Table(suite.name, suite.title, columns, rows, (), suite.published)
     return replace(table, notes=tuple(_notes(table, others)))
 
 

@@ -19,7 +19,9 @@ which maps the result to the residual stream. Copied to each target mixer:
         q, k with half the heads (two heads of attention form one); v, out_proj
     deltanet, gated_deltanet, mamba2
         those of q, k, v that are as wide as attention's; out_proj if v is copied
-    hyperset
+    energy_transformer
+        query, key: its energy is of q.k; values and output use the same two matrices by definition
+    hyperset, nrgpt
         no part: one matrix is query, key and value
 
 SwiGLU MLPs are copied completely. In a cem MLP, ``up`` (inside SiLU) receives the gate projection,
@@ -238,8 +240,9 @@ def _mixer(source: Shape, target: Shape) -> Origins:
     assert isinstance(source, AttentionShape)
     want = target.weights()
     origins: Origins = {}
-    if "norm.weight" in want:
-        origins["norm.weight"] = _unchanged("norm.weight", want["norm.weight"].size)
+    # The Energy Transformer's norm has one number for all channels.
+    if "norm.weight" in want and want["norm.weight"].size == source.hidden:
+        origins["norm.weight"] = _unchanged("norm.weight", source.hidden)
     for name in (
         found for found in source.weights() if found in ("q_norm.weight", "k_norm.weight")
     ):

@@ -30,11 +30,7 @@ LOOK_SECONDS = 300.0  # limit for an import from a cold network file system
 # GB. Containers have 0.064 of shared memory by default. The disk must fit a small checkpoint and a
 # few compiled operations.
 LITTLE_SHM, LITTLE_DISK = (1.0, 10.0)
-GPU_PACKAGES = {
-    "flash_attn": "flash-attn",
-    "fla": "flash-linear-attention",
-    "mamba_ssm": "mamba-ssm",
-}
+GPU_PACKAGES = {"flash_attn": "flash-attn", "fla": "flash-linear-attention"}
 GPU_EXTRA = "python -m pip install --no-build-isolation -c constraints.txt -e .[gpu]"
 SOURCE = (
     "#include <omp.h>\n#include <string>\nint threads() { return omp_get_max_threads() + "
@@ -368,7 +364,7 @@ def cuda_toolkit() -> Iterator[Check]:
         yield Check(
             "absent",
             "nvcc",
-            "no CUDA toolkit; flash-attn and mamba-ssm are compiled with one where no wheel fits",
+            "no CUDA toolkit; flash-attn is compiled with one where no wheel fits",
         )
         return
     release = re.search(r"release (\d+\.\d+)", _output_of(nvcc, "-V").stdout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from fem_common.cli import Parser
 from fem_common.config import read_values
 from fem_common.errors import UserError
-from fem_common.text import aligned, did_you_mean
+from fem_common.text import did_you_mean
 from fem_megatron.shape import located
 
 RUNS = Path("runs/papers")
@@ -28,7 +29,8 @@ class Entry:
 
     module: the "module:name" of its `Experiment`, or None if this tool cannot run it. why: the
     reason in this case, or the alternative. quick, full: estimated cost of the quick size, in
-    minutes of one idle core, and of the paper's size.
+    minutes of one idle core, and of the paper's size. deviations: settings of the full form that
+    are not the paper's, with the reason; "-" if it cannot be run.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Entry:
     needs: str
     quick: str
     full: str
+    deviations: str
     module: str | None = None
     why: str = ""
 
@@ -64,19 +67,20 @@ def add_arguments(parser: Parser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table and return 0."""
+    """Print the list and return 0."""
     if arguments.json:
         for entry in ENTRIES:
             print(
                 json.dumps({**asdict(entry), "runs": entry.module is not None}, ensure_ascii=False)
             )
         return 0
-    heads = ("quick, minutes on one core (estimated)", "full (estimated)", "can be run")
-    rows = [("name", "paper", "content", "needs", *heads)]
     for entry in ENTRIES:
-        here = "yes" if entry.module else f"no: {entry.why}"
-        rows.append(
-            (entry.name, entry.paper, entry.about, entry.needs, entry.quick, entry.full, here)
-        )
-    print(*aligned(rows), sep="\n")
+        print(f"{entry.name} ({entry.paper})")
+        costs = f"quick: {entry.quick} (minutes on one core); full: {entry.full} (both estimated)"
+        lines = [entry.about, f"needs {entry.needs}; {costs}"]
+        if entry.module is None:
+            lines.append(f"not run by this tool: {entry.why}")
+        lines.append(f"deviations of the full form from the paper: {entry.deviations}")
+        for line in lines:
+            print(textwrap.fill(line, 100, initial_indent="  ", subsequent_indent="    "))
     return 0

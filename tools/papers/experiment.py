@@ -21,14 +21,23 @@ if TYPE_CHECKING:
     from tools.papers.training import Problem
 
 
+# Fields of `Size` that older results do not have; their defaults are the older behaviour.
+LATER = ("betas", "l2", "floor", "constant", "averaged", "epochs")
+
+
 @dataclass(frozen=True)
 class Size:
     """Size of the trials of an experiment; ``--quick`` and the full form are two of these.
 
     rates: AdamW's learning rates, each tried with the first seed; the best on validation data is
     used for the other seeds. warmup: share of the steps in which the rate increases; it then
-    decreases to zero along a cosine. train, test: examples (validation: as many as test). length:
-    of a sequence, unless the case defines it. inner: the MLP's width, None: 8/3 of the width.
+    decreases to ``floor`` along a cosine, or is constant with ``constant``. clip: largest gradient
+    norm, None: no limit. l2: the weight decay is part of the gradient (Adam) instead of a separate
+    step (AdamW).
+    averaged: number of last epochs whose test scores are averaged. epochs: of the training data,
+    instead of steps. train, test: examples
+    (validation: as many as test). length: of a sequence, unless the case defines it. inner: the
+    MLP's width, None: 8/3 of the width.
     """
 
     cases: tuple[str, ...]
@@ -47,18 +56,25 @@ class Size:
     init_std: float = 0.02
     weight_decay: float = 0.0
     warmup: float = 0.1
-    clip: float = 1.0
+    clip: float | None = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    l2: bool = False
+    floor: float = 0.0
+    constant: bool = False
+    averaged: int = 1
+    epochs: int = 0
 
     def key(self) -> str:
         """Hash of all settings that affect the result of a trial.
 
         Row, case, rate and seed are not included, nor is the selection of rows, cases, rates and
-        seeds.
+        seeds, nor are settings of LATER with their defaults.
         """
         settings = {
             name: value
             for name, value in asdict(self).items()
             if name not in ("cases", "rows", "rates", "seeds")
+            and not (name in LATER and value == getattr(Size, name))
         }
         return sha256_json(settings)[:12]
 
@@ -81,8 +97,9 @@ class Experiment:
     metric: the reported score, on test data unless its name begins with ``train_``. falls: smaller
     is better. scale: factor for tables. also: further scores with separate tables, name ->
     description. curves: values recorded per iteration, likewise. published: (case, row) -> the
-    paper's number in the units of the table. chance: case -> score of guessing. enough: mean score
-    from which two rows count as equal. problem: (case, row, size, seed) -> the training problem.
+    paper's number in the units of the table. means: column that is a mean -> its cases. chance:
+    case -> score of guessing. enough: mean score from which two rows count as equal. problem:
+    (case, row, size, seed) -> the training problem.
     """
 
     name: str
@@ -95,6 +112,7 @@ class Experiment:
     also: Mapping[str, str] = field(default_factory=dict)
     curves: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    means: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
     chance: Callable[[str, Size], float] | None = None
     enough: float = math.inf
@@ -198,6 +216,13 @@ class Outcome:
         known = self.experiment.cases
         return [case for case in known if any(case == one.case for one in self.results)]
 
+    @property
+    def columns(self) -> list[str]:
+        """Columns of a table: the cases, then the means of which every case has a result."""
+        cases = self.cases
+        means = self.experiment.means.items()
+        return cases + [name for name, parts in means if all(part in cases for part in parts)]
+
     def best_rate(self, case: str, row: str) -> float | None:
         """Return the learning rate that is best on validation data with the first seed.
 
@@ -217,8 +242,17 @@ class Outcome:
     def by_seed(self, case: str, row: str) -> dict[int, dict[str, Any]]:
         """Return seed -> record of the trials with the best rate, in order of the seeds.
 
-        Diverged trials are omitted. The result is empty if `best_rate` is None.
+        Diverged trials are omitted. The result is empty if `best_rate` is None. For a mean, scores
+        are means over its cases, and a seed needs a result in each of them.
         """
+        if case in self.experiment.means:
+            parts = [self.by_seed(part, row) for part in self.experiment.means[case]]
+            names = [self.experiment.metric, *self.experiment.also]
+            return {
+                seed: {name: fmean(part[seed][name] for part in parts) for name in names}
+                for seed in parts[0]
+                if all(seed in part for part in parts)
+            }
         rate = self.best_rate(case, row)
         if rate is None:
             return {}

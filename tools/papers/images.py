@@ -8,6 +8,7 @@ or from the Hub.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tools.papers import pictures
 from tools.papers.catalogue import DATA
 from tools.papers.experiment import Claim, Experiment, Size, published
 from tools.papers.network import Last, Network, Positions, fem, model_of
+from tools.papers.parts import SharedAttention
 from tools.papers.sudoku import iterated
 from tools.papers.training import Examples, Problem, classification
 
@@ -115,23 +117,31 @@ def problem(
     """
     side, channels, classes, patch = CASES[case]
     torch.manual_seed(seed)
+    model = model_of(size, {**row, "causal": False})
+    width = model.hidden_size
     inputs = Positions(
-        Patches(channels, patch, size.width),
+        Patches(channels, patch, width),
         (side // patch) ** 2,
-        size.width,
+        width,
         1,
         sines=0.0 if learned else 1.0,
     )
-    head = nn.Sequential(Last(size.width), nn.Linear(size.width, classes))
-    network = Network(model_of(size, {**row, "causal": False}), inputs, head)
+    head = nn.Sequential(Last(width), nn.Linear(width, classes))
+    network = Network(model, inputs, head, row.get("parts"))
     return classification(network, *divided(case, size, seed)), network
 
 
 def iterated_problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Return the problem with one shared layer: six times with learned positions for digits, else
-    twelve times with sinusoids, as in the paper.
+    """Return the problem with shared layers: one, or the row's number (None: no shared layers).
+
+    The depth is 6 with learned positions for digits, else 12 with sinusoids, as in the paper.
     """
-    given = {**HYPERSET[row], "rope": False, "recurrence": 6 if case == DIGITS else 12}
+    depth = 6 if case == DIGITS else 12
+    given = {**HYPERSET[row], "rope": False}
+    given["num_layers"] = given.get("num_layers", 1) or depth
+    given["recurrence"] = depth // given["num_layers"]
+    if size.width == SMALL:
+        given |= {"hidden_size": width_of(row), "num_attention_heads": width_of(row) // 64}
     return iterated(*problem(case, given, size, seed, learned=case == DIGITS))
 
 
@@ -147,31 +157,64 @@ def _hyperset(**switches: Any) -> dict[str, Any]:
             "attention": "bisoftmax",
             "multiplier": 1,
             "step_condition": "current",
+            "step_norm": False,
             **switches,
         },
     }
 
 
+TRANSFORMER: dict[str, Any] = {"mixer": "transformer"}
+LAYERS = (2, 3)  # separate layers; the product of layers and iterations is the same
+FIXED = {"step_size": "fixed", "step_condition": "origin", "step_norm": True}
+"""Fixed step sizes; the other two are the defaults, because nothing reads them."""
+RANKS = (4, 8, 16, 32)  # of the adapters, table 4
 HYPERSET: dict[str, dict[str, Any]] = {
-    "Transformer": {"mixer": "transformer"},
+    "Transformer": TRANSFORMER,
     "Hyper-SET": _hyperset(),
     "sigmoid attention": _hyperset(attention="sigmoid"),
     "linear attention": _hyperset(attention="linear"),
     "softmax FF": _hyperset(feed_forward="softmax"),
     "gated FF": _hyperset(feed_forward="gated"),
-    "steps 0.5": _hyperset(step_size="fixed", alpha=0.5, gamma=0.5, step_condition="origin"),
-    "steps 0.1": _hyperset(step_size="fixed", alpha=0.1, gamma=0.1, step_condition="origin"),
-    "LoRA of rank 4": _hyperset(lora_rank=4),
+    "steps 0.5": _hyperset(**FIXED, alpha=0.5, gamma=0.5),
+    "steps 0.1": _hyperset(**FIXED, alpha=0.1, gamma=0.1),
+    "Energy Transformer": {"mixer": "energy_transformer"},
+    "shared QKV": {**TRANSFORMER, "parts": {"mixer": SharedAttention}},
+    "shared QKVO": {**TRANSFORMER, "parts": {"mixer": partial(SharedAttention, tied=1)}},
+    "shared QKVO, reversed": {**TRANSFORMER, "parts": {"mixer": partial(SharedAttention, tied=-1)}},
+    **{f"LoRA of rank {rank}": _hyperset(lora_rank=rank) for rank in RANKS},
+    **{
+        f"{name}, {layers} layers": {**row, "num_layers": layers}
+        for name, row in (("Transformer", TRANSFORMER), ("Hyper-SET", _hyperset()))
+        for layers in LAYERS
+    },
+    "Transformer, no sharing": {**TRANSFORMER, "num_layers": None},
+    "Hyper-SET, small": _hyperset(),
+    "Transformer, wide": TRANSFORMER,
+    "Energy Transformer, wide": {"mixer": "energy_transformer"},
+    "Hyper-SET, wide": _hyperset(),
 }
+"""The rows of tables 1, 3, 4 and 20, of figure 4 and of appendix F.3. ``parts``: see `Network`."""
+SMALL, SCALED = 384, 512
+"""Widths of the paper's configurations (table 12); a head has 64 channels."""
+
+
+def width_of(row: str) -> int:
+    """Return the paper's width of a row of HYPERSET (tables 1, 3, 4 and 20; figure 4)."""
+    if row.endswith("wide"):
+        return 1536 if row.startswith("Hyper-SET") else 1152
+    others = ("Transformer", "Energy", "shared", "Hyper-SET, small")
+    return SMALL if row.startswith(others) else SCALED
+
+
 STACKED: dict[str, dict[str, Any]] = {
     "softmax": {"mixer": "transformer"},
     "FEM-SM": {"mixer": "fem_softmax"},
     "GLA": fem("gla", ""),
     "FEM-GLA": {"mixer": "fem_gla"},
 }
-QUICK = Size(
+PLAIN = Size(
     (DIGITS,),
-    tuple(HYPERSET)[:8],
+    tuple(STACKED),
     steps=300,
     batch=64,
     rates=(3e-3, 1e-2),
@@ -179,8 +222,17 @@ QUICK = Size(
     test=290,
     width=64,
     heads=4,
+    layers=2,
     init_std=0.1,
     weight_decay=5e-5,
+)
+QUICK = replace(
+    PLAIN,
+    rows=(*tuple(HYPERSET)[:9], "shared QKV", "shared QKVO", "shared QKVO, reversed"),
+    layers=1,
+    clip=None,
+    l2=True,
+    floor=1e-5,
 )
 CIFAR = replace(
     QUICK,
@@ -188,15 +240,16 @@ CIFAR = replace(
     rows=tuple(HYPERSET),
     steps=78_125,
     batch=128,
-    rates=(3e-4, 1e-3),
+    rates=(1e-3,),
     train=45_000,
     test=5000,
-    width=512,
-    heads=8,
+    width=SMALL,
+    heads=6,
     init_std=0.02,
     warmup=0.025,
     seeds=5,
 )
+"""Table 8: 200 epochs of 50,000 images, of which 5,000 are for validation."""
 HYPERSET_IMAGES = Experiment(
     name="hyperset-images",
     metric="accuracy",
@@ -208,13 +261,26 @@ HYPERSET_IMAGES = Experiment(
     curves={
         "attention_energy": "attention energy",
         "feed_forward_energy": "feed-forward energy",
+        "effective_rank": "effective rank",
         "mean_angle": "mean angle, radians",
     },
     published=published("hyperset-images"),
-    claims=tuple(Claim("Hyper-SET", row) for row in tuple(HYPERSET)[:8] if row != "Hyper-SET"),
+    claims=(
+        *(Claim("Hyper-SET", row) for row in tuple(HYPERSET)[:9] if row != "Hyper-SET"),
+        Claim("Hyper-SET", "Hyper-SET, small"),
+        *(Claim(f"LoRA of rank {rank}", "Hyper-SET") for rank in RANKS),
+        *(Claim(f"Hyper-SET, {layers} layers", "Hyper-SET") for layers in LAYERS),
+        Claim("Hyper-SET, wide", "Transformer, wide"),
+    ),
     chance=lambda case, size: 1 / CASES[case][2],
 )
-ROWS_100 = ("Transformer", "Hyper-SET", "LoRA of rank 4")
+ROWS_100 = (
+    "Transformer",
+    "Energy Transformer",
+    "Hyper-SET, small",
+    "Hyper-SET",
+    *(f"LoRA of rank {rank}" for rank in RANKS),
+)
 IMAGENET_100 = replace(
     HYPERSET_IMAGES,
     name="imagenet-100",
@@ -233,16 +299,32 @@ IMAGENET_100 = replace(
         )
     },
     published=published("imagenet-100"),
-    claims=(Claim("Hyper-SET", "Transformer"), Claim("LoRA of rank 4", "Hyper-SET")),
+    claims=(
+        Claim("Hyper-SET", "Transformer"),
+        *(Claim(f"LoRA of rank {rank}", "Hyper-SET") for rank in RANKS),
+    ),
 )
 FEM_IMAGES = Experiment(
     name="fem-images",
     metric="accuracy",
     rows=STACKED,
     sizes={
-        "quick": replace(QUICK, rows=tuple(STACKED), layers=2),
+        "quick": PLAIN,
         "full": replace(
-            CIFAR, rows=tuple(STACKED), width=192, heads=3, layers=12, weight_decay=0.05
+            PLAIN,
+            cases=("CIFAR-10", "CIFAR-100"),
+            steps=78_125,
+            batch=128,
+            rates=(3e-4, 1e-3),
+            train=45_000,
+            test=5000,
+            width=192,
+            heads=3,
+            layers=12,
+            init_std=0.02,
+            weight_decay=0.05,
+            warmup=0.025,
+            seeds=5,
         ),
     },
     problem=stacked_problem,

@@ -87,6 +87,13 @@ CEM: dict[str, dict[str, Any]] = {
     "CEM T = 1": _cem("cem", "cem", 1),
     "CEM T = 2": _cem("cem", "cem", 2),
     "CEM T = 2, raw residual": _cem("cem", "cem", 2, residual="raw"),
+    "FEM-SM": {"mixer": "fem_softmax"},
+    "Energy Transformer": {
+        "mixer": "energy_transformer",
+        "energy_transformer": {"alpha": 1.0},
+        "recurrence": 2,
+    },
+    "NRGPT": {"mixer": "nrgpt"},
 }
 SECOND: dict[str, dict[str, Any]] = {
     "MHA": {"mixer": "transformer"},
@@ -97,7 +104,16 @@ SECOND: dict[str, dict[str, Any]] = {
 ROWS = CEM | SECOND
 QUICK = Size(
     ("bytes",),
-    ("Llama", "CEM attention T = 2", "CEM MLP T = 2", "CEM T = 1", "CEM T = 2"),
+    (
+        "Llama",
+        "CEM attention T = 2",
+        "CEM MLP T = 2",
+        "CEM T = 1",
+        "CEM T = 2",
+        "FEM-SM",
+        "Energy Transformer",
+        "NRGPT",
+    ),
     steps=300,
     batch=16,
     rates=(3e-3, 1e-2),

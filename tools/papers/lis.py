@@ -4,12 +4,15 @@ of numbers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Generator, Tensor, nn
 
 from tools.papers.experiment import Claim, Experiment, Size
 from tools.papers.language import SECOND as ROWS
 from tools.papers.network import Last, Network, Positions, model_of
+from tools.papers.parts import ReluMlp
 from tools.papers.training import Examples, Problem, classification
 
 LARGEST = 2
@@ -17,15 +20,27 @@ LARGEST = 2
 ATTENTION, MLP = "alone", "with MLP"
 
 
-def cases(*lengths: int) -> tuple[str, ...]:
-    """Return the names of the cases with these lengths, without and with MLPs."""
-    return tuple(f"L = {length} {kind}" for kind in (ATTENTION, MLP) for length in lengths)
+def cases(*lengths: int, widths: tuple[int | None, ...] = (None,)) -> tuple[str, ...]:
+    """Return the names of the cases with these lengths, without and with MLPs, for each width.
+
+    None: the width of the size.
+    """
+    return tuple(
+        f"L = {length} {kind}" + ("" if width is None else f", d = {width}")
+        for kind in (ATTENTION, MLP)
+        for width in widths
+        for length in lengths
+    )
 
 
-def parts(case: str) -> tuple[int, str]:
-    """Return (sequence length, kind) from the name of a case; the kind is ATTENTION or MLP."""
-    length, kind = case.removeprefix("L = ").split(" ", 1)
-    return int(length), kind
+def parts(case: str) -> tuple[int, str, int | None]:
+    """Return (sequence length, kind, width) from the name of a case.
+
+    The kind is ATTENTION or MLP. The width is None if it is the size's.
+    """
+    name, _, width = case.removeprefix("L = ").partition(", d = ")
+    length, kind = name.split(" ", 1)
+    return int(length), kind, int(width) if width else None
 
 
 def examples(count: int, length: int, generator: Generator) -> Examples:
@@ -52,23 +67,24 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
 
     The answer, a length, is predicted at the last token.
     """
-    length, kind = parts(case)
+    length, kind, width = parts(case)
+    if width is not None:
+        size = replace(size, width=width, inner=4 * width)
     generator = torch.Generator().manual_seed(2000 + seed)
     made = [examples(count, length, generator) for count in (size.train, size.test, size.test)]
     torch.manual_seed(seed)
-    model = model_of(
-        size, {**ROWS[row], "rope": False, "mlp": "none" if kind == ATTENTION else "swiglu"}
-    )
+    mlp = {"mlp": ReluMlp} if kind == MLP else None
+    model = model_of(size, {**ROWS[row], "rope": False, "mlp": "swiglu" if mlp else "none"})
     inputs = Positions(
         nn.Embedding(LARGEST * length + 1, size.width), length + 1, size.width, sines=size.init_std
     )
     head = nn.Sequential(Last(size.width), nn.Linear(size.width, length + 1))
-    return classification(Network(model, inputs, head), *made)
+    return classification(Network(model, inputs, head, mlp), *made)
 
 
 def most_frequent(case: str, size: Size) -> float:
     """Return the accuracy of always answering the most frequent length."""
-    length, _ = parts(case)
+    length, _, _ = parts(case)
     _, answers = examples(size.test, length, torch.Generator().manual_seed(2))
     return float(answers.bincount().max()) / len(answers)
 
@@ -89,11 +105,12 @@ QUICK = Size(
     weight_decay=0.01,
 )
 FULL = Size(
-    cases(10, 20, 30, 40, 80),
+    cases(10, 20, 30, 40, widths=(32, 64, 128, 256)),
     tuple(ROWS),
-    steps=120_000,
+    steps=0,
+    epochs=300,
     batch=128,
-    rates=(1e-4, 3e-4),
+    rates=(1e-4,),
     train=51200,
     test=5120,
     width=256,
@@ -102,7 +119,11 @@ FULL = Size(
     inner=1024,
     init_std=0.02,
     weight_decay=0.01,
+    averaged=5,
+    constant=True,
+    warmup=0.0,
 )
+"""Appendix A.9; it states no schedule of the learning rate."""
 EXPERIMENT = Experiment(
     name="lis",
     metric="accuracy",

@@ -7,8 +7,10 @@ benchmark.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,22 +18,78 @@ from torch import Generator, Tensor, nn
 
 from tools.papers.experiment import Claim, Experiment, Size, published
 from tools.papers.network import Network, classifier, fem, model_of, sinusoids
+from tools.papers.parts import Hyena
 from tools.papers.training import IGNORED, Examples, Problem, classification
 
-MOTIF = 3
-NOISE = 0.2
-VOCABULARY = {
-    "compression": 16,
-    "fuzzy recall": 16,
-    "in-context recall": 16,
-    "memorization": 256,
-    "noisy recall": 32,
-    "selective copying": 16,
+MOTIF, NOISE_KINDS = 3, 16
+
+
+@dataclass(frozen=True)
+class Task:
+    """Settings of a case: one of the six tasks, or a harder variant of it.
+
+    vocabulary, length: of the sequences, in tokens. examples: for training, None: the size's.
+    noise: share of noisy pairs, whose tokens are NOISE_KINDS of the vocabulary. copied: tokens to
+    copy.
+    """
+
+    name: str
+    vocabulary: int
+    length: int = 128
+    examples: int | None = None
+    noise: float = 0.0
+    copied: int = 0
+
+
+FEWER, LONGER = (6400, 3200, 1600, 800), (256, 512, 1024)
+BASIC = {
+    "compression": Task("compression", 16, 32),
+    "fuzzy recall": Task("fuzzy recall", 16),
+    "in-context recall": Task("in-context recall", 16),
+    "memorization": Task("memorization", 256, 32, 256),
+    "noisy recall": Task("noisy recall", 32, noise=0.2),
+    "selective copying": Task("selective copying", 16, 256, copied=16),
 }
-CASES = tuple(VOCABULARY)
+HARDER: dict[str, dict[str, tuple[Any, ...]]] = {
+    "compression": {"vocabulary": (32, 64, 128), "length": (64, 128, 256), "examples": FEWER},
+    "fuzzy recall": {"vocabulary": (32, 64, 128), "length": LONGER, "examples": FEWER},
+    "in-context recall": {"vocabulary": (32, 64, 128), "length": LONGER, "examples": FEWER},
+    "memorization": {"vocabulary": (512, 1024, 2048, 4096, 8192)},
+    "noisy recall": {
+        "vocabulary": (48, 80, 144),
+        "length": LONGER,
+        "examples": FEWER,
+        "noise": (0.4, 0.6, 0.8),
+    },
+    "selective copying": {
+        "vocabulary": (32, 64, 128),
+        "length": (512, 1024),
+        "examples": FEWER,
+        "copied": (32, 64, 96),
+    },
+}
+"""Task -> setting -> the benchmark's harder values, of which a variant changes one."""
+
+
+def _variant(task: Task, setting: str, value: Any) -> tuple[str, Task]:
+    """Return the name of a harder case, and its settings."""
+    change = f"{value} {setting}" if setting in ("examples", "copied") else f"{setting} {value}"
+    return f"{task.name} of {change}", replace(task, **{setting: value})
+
+
+VARIANTS = {
+    name: dict(
+        _variant(task, setting, value)
+        for setting, values in HARDER[name].items()
+        for value in values
+    )
+    for name, task in BASIC.items()
+}
+TASKS = BASIC | {name: task for cases in VARIANTS.values() for name, task in cases.items()}
+CASES = tuple(TASKS)
+MEANS = {f"{name}, mean": (name, *VARIANTS[name]) for name in BASIC}
+"""Mean over a task and its variants, which is the benchmark's score, -> their cases."""
 FEW = "compression of 800 examples"
-"""A harder case with 800 training examples; the benchmark's means include variants of this kind."""
-LENGTHS = {"compression": 32, "memorization": 32, "selective copying": 256}
 HALVED = ("fuzzy recall", "in-context recall", "noisy recall", "selective copying")
 """Tasks whose sequences are halved once more in the quick form, because they dominate its cost."""
 ENOUGH = 0.999
@@ -41,47 +99,63 @@ ENOUGH = 0.999
 def length_of(case: str, size: Size) -> int:
     """Return the number of tokens per sequence of a case.
 
-    At full size it is the benchmark's length, or 128 if the benchmark defines none. Smaller sizes
-    shorten it in proportion, and tasks in HALVED by a further factor of 2.
+    At full size it is the benchmark's length. Smaller sizes shorten it in proportion, and tasks in
+    HALVED by a further factor of 2.
     """
-    full = LENGTHS.get(task_of(case), 128) * size.length // 128
-    return full // 2 if size.length < 128 and task_of(case) in HALVED else full
-
-
-def task_of(case: str) -> str:
-    """Return the task of a case, without its difficulty."""
-    return case.partition(" of ")[0]
+    task = TASKS[case]
+    full = task.length * size.length // 128
+    return full // 2 if size.length < 128 and task.name in HALVED else full
 
 
 def examples(
     case: str, count: int, length: int, generator: Generator, *, training: bool
 ) -> Examples:
-    """Return ``count`` sequences of a task, [count, length] each; a target is IGNORED where no
+    """Return ``count`` sequences of a case, [count, length] each; a target is IGNORED where no
     answer is required.
     """
-    if case == "compression":
-        return compression(count, length, generator)
-    if case == "memorization":
-        return memorization(count, length, generator)
-    if case == "selective copying":
-        return selective_copying(count, length, generator)
-    if case == "fuzzy recall":
-        return fuzzy_recall(count, length, generator, training=training)
-    return recall(
-        count, length, generator, training=training, noise=NOISE if case == "noisy recall" else 0.0
-    )
+    task = TASKS[case]
+    kinds = task.vocabulary
+    if task.name == "compression":
+        return compression(count, length, generator, kinds)
+    if task.name == "memorization":
+        return memorization(count, length, generator, kinds)
+    if task.name == "selective copying":
+        copied = task.copied * length // task.length
+        return selective_copying(count, length, generator, kinds, copied)
+    if task.name == "fuzzy recall":
+        return fuzzy_recall(count, length, generator, kinds, training=training)
+    kinds -= NOISE_KINDS if task.noise else 0
+    return recall(count, length, generator, kinds, training=training, noise=task.noise)
+
+
+def earlier(keys: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Return the index of the first equal key of each key in its row, which may be its own.
+
+    keys: int64 [count, n]. counted: bool [count, n], False: the key is equal to none but itself.
+    """
+    parts = []
+    step = max(1, 2**26 // keys.shape[1] ** 2)  # rows at a time, for less memory
+    for start in range(0, len(keys), step):
+        part = keys[start : start + step]
+        same = part[:, :, None] == part[:, None, :]
+        if counted is not None:
+            here = counted[start : start + step]
+            same &= here[:, None, :] & here[:, :, None]
+            same |= torch.eye(part.shape[1], dtype=torch.bool)
+        parts.append(same.to(torch.uint8).argmax(-1))
+    return torch.cat(parts)
 
 
 def recall(
-    count: int, length: int, generator: Generator, *, training: bool, noise: float
+    count: int, length: int, generator: Generator, vocabulary: int, *, training: bool, noise: float
 ) -> Examples:
-    """Return sequences of key-value pairs, with 8 kinds of keys and of values, and their targets.
+    """Return sequences of key-value pairs, half of the vocabulary are keys, and their targets.
 
     The last key occurred before. Targets are the values of keys that occurred before; in training
     every next token is a target. ``noise`` is the share of the pairs that are replaced by two
-    tokens of a further 16.
+    tokens of a further NOISE_KINDS.
     """
-    pairs, kinds = length // 2, 8
+    pairs, kinds = length // 2, vocabulary // 2
     values = torch.randint(kinds, 2 * kinds, (count, kinds), generator=generator)
     keys = torch.randint(kinds, (count, pairs), generator=generator)
     noisy = torch.rand(count, pairs, generator=generator) < noise
@@ -89,28 +163,30 @@ def recall(
     noisy[torch.arange(count), torch.randint(pairs - 1, (count,), generator=generator)] = False
     probe = torch.multinomial((~noisy[:, :-1]).double(), 1, generator=generator)
     keys[:, -1:] = keys.gather(1, probe)
-    same = (keys[:, :, None] == keys[:, None, :]) & ~noisy[:, None, :] & ~noisy[:, :, None]
-    seen = same.tril(-1).any(-1)
+    seen = earlier(keys, ~noisy) < torch.arange(pairs)
     both = torch.stack((keys, values.gather(1, keys)), -1)
-    other = torch.randint(2 * kinds, 4 * kinds, both.shape, generator=generator)
+    other = torch.randint(2 * kinds, 2 * kinds + NOISE_KINDS, both.shape, generator=generator)
     tokens = torch.where(noisy[..., None], other, both).flatten(1)
     requested = torch.stack((torch.zeros_like(seen), seen), -1).flatten(1)
     targets = tokens if training else tokens.masked_fill(~requested, IGNORED)
     return tokens[:, :-1], targets[:, 1:]
 
 
-def fuzzy_recall(count: int, length: int, generator: Generator, *, training: bool) -> Examples:
+def fuzzy_recall(
+    count: int, length: int, generator: Generator, vocabulary: int, *, training: bool
+) -> Examples:
     """Return sequences as `recall` does, but keys and values consist of one to three tokens.
 
-    The tokens of a key are different ones of 7 tokens, those of a value of 8. In test data keys
-    always have three tokens.
+    The tokens of a key are different ones of vocabulary / 2 - 1 tokens, those of a value of
+    vocabulary / 2. In test data keys always have three tokens.
     """
-    keys = [motif for size in range(1, MOTIF + 1) for motif in permutations(range(7), size)]
-    values = [motif for size in range(1, MOTIF + 1) for motif in permutations(range(7, 15), size)]
+    half = vocabulary // 2 - 1
+    keys, values = _motifs_of(range(half)), _motifs_of(range(half, vocabulary - 1))
     key_table, value_table = _table(keys), _table(values)
     pairs = length // 2
     drawn = _motifs(keys, (count, pairs), generator, 1 if training else MOTIF)
-    meant = _motifs(values, (count, len(keys)), generator, 1).gather(1, drawn)
+    first = earlier(drawn)
+    meant = _motifs(values, (count, pairs), generator, 1).gather(1, first)
     # [count, pairs, 6]; -1 fills shorter motifs.
     both = torch.cat((key_table[drawn], value_table[meant]), -1)
     sizes = (both >= 0).sum(-1)
@@ -132,8 +208,7 @@ def fuzzy_recall(count: int, length: int, generator: Generator, *, training: boo
             break
     kept = (total + sizes.gather(1, probe) <= length + 1).sum(1, keepdim=True)
     here = torch.arange(pairs) < kept
-    same = (drawn[:, :, None] == drawn[:, None, :]).tril(-1).any(-1)
-    seen = torch.cat((same, torch.ones(count, 1, dtype=torch.bool)), 1)
+    seen = torch.cat((first < torch.arange(pairs), torch.ones(count, 1, dtype=torch.bool)), 1)
     last = both.gather(1, probe[..., None].expand(-1, -1, 2 * MOTIF))
     tokens = torch.cat((both.masked_fill(~here[..., None], -1), last), 1)
     is_value = (torch.arange(2 * MOTIF) >= MOTIF).expand_as(tokens)
@@ -143,10 +218,14 @@ def fuzzy_recall(count: int, length: int, generator: Generator, *, training: boo
     # vocabulary.
     order = (tokens >= 0).sort(dim=1, stable=True)[1][:, -(length + 1) :]
     tokens, requested = tokens.gather(1, order), requested.gather(1, order)
-    full = tokens.masked_fill(tokens < 0, VOCABULARY["fuzzy recall"] - 1)
+    full = tokens.masked_fill(tokens < 0, vocabulary - 1)
     if training:
         return full[:, :-1], full[:, 1:]
     return full[:, :-1], full.masked_fill(~requested | (tokens < 0), IGNORED)[:, 1:]
+
+
+def _motifs_of(tokens: range) -> list[tuple[int, ...]]:
+    return [motif for size in range(1, MOTIF + 1) for motif in permutations(tokens, size)]
 
 
 def _table(motifs: list[tuple[int, ...]]) -> Tensor:
@@ -167,35 +246,36 @@ def _motifs(
     return (counts.cumsum(0) - counts)[size] + inside
 
 
-def memorization(count: int, length: int, generator: Generator) -> Examples:
-    """Return keys, each followed by a query for its value; 127 pairs, equal in all data: the test
-    measures what was memorized.
+def memorization(count: int, length: int, generator: Generator, vocabulary: int) -> Examples:
+    """Return keys, each followed by a query for its value; vocabulary / 2 - 1 pairs, equal in all
+    data: the test measures what was memorized.
     """
-    pairs = VOCABULARY["memorization"] // 2 - 1
+    pairs = vocabulary // 2 - 1
     values = pairs + torch.randperm(pairs, generator=torch.Generator().manual_seed(12345))
     keys = torch.randint(pairs, (count, length // 2), generator=generator)
-    asks = torch.full_like(keys, VOCABULARY["memorization"] - 1)
+    asks = torch.full_like(keys, vocabulary - 1)
     ignored = torch.full_like(keys, IGNORED)
     inputs = torch.stack((keys, asks), -1).flatten(1)
     targets = torch.stack((ignored, values[keys]), -1).flatten(1)
     return inputs, targets
 
 
-def compression(count: int, length: int, generator: Generator) -> Examples:
+def compression(count: int, length: int, generator: Generator, vocabulary: int) -> Examples:
     """Return random tokens and one last token, from whose state all tokens, including itself, must
     be decoded.
     """
-    tokens = torch.randint(VOCABULARY["compression"] - 1, (count, length), generator=generator)
-    tokens[:, -1] = VOCABULARY["compression"] - 1
+    tokens = torch.randint(vocabulary - 1, (count, length), generator=generator)
+    tokens[:, -1] = vocabulary - 1
     return tokens, tokens
 
 
-def selective_copying(count: int, length: int, generator: Generator) -> Examples:
-    """Return length / 16 tokens among blanks, then the copy sign, then as many blanks, at which the
+def selective_copying(
+    count: int, length: int, generator: Generator, vocabulary: int, copied: int
+) -> Examples:
+    """Return ``copied`` tokens among blanks, then the copy sign, then as many blanks, at which the
     tokens are the targets in order.
     """
-    copied = length // 16
-    body, blank = length - copied - 1, VOCABULARY["selective copying"] - 2
+    body, blank = length - copied - 1, vocabulary - 2
     places = torch.rand(count, body, generator=generator).topk(copied)[1].sort()[0]
     chosen = torch.randint(blank, (count, copied), generator=generator)
     inputs = torch.full((count, length), blank).scatter(1, places, chosen)
@@ -230,24 +310,23 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     """Return the problem: two blocks between an embedding and an output layer, or for compression
     the decoder.
     """
-    kind, length = task_of(case), length_of(case, size)
-    entries = VOCABULARY[kind]
-    counts = [800 if case == FEW else size.train, size.test, size.test]
-    if kind == "memorization":
-        counts = [256] * len(counts)
+    given, length = TASKS[case], length_of(case, size)
+    entries = given.vocabulary
+    counts = [given.examples or size.train, size.test, size.test]
+    if given.name == "memorization":
+        counts = counts[:1] * 3
     made = []
     for part, count in enumerate(counts):
         generator = torch.Generator().manual_seed(1000 * seed + part)
-        made.append(examples(kind, count, length, generator, training=part == 0))
+        made.append(examples(case, count, length, generator, training=part == 0))
     torch.manual_seed(seed)
-    if kind == "compression":
+    if given.name == "compression":
         head: nn.Module = Decompression(size.width, length, entries)
     else:
         head = classifier(size.width, entries)
-    task = classification(
-        Network(model_of(size, ROWS[row]), nn.Embedding(entries, size.width), head), *made
-    )
-    return replace(task, enough=ENOUGH)
+    parts = {"mixer": partial(Hyena, length=length)} if row == "Hyena" else None
+    network = Network(model_of(size, ROWS[row]), nn.Embedding(entries, size.width), head, parts)
+    return replace(classification(network, *made), enough=ENOUGH)
 
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -267,6 +346,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "FEM-GLA": fem("gla", "CLTG"),
     "Mamba": fem("mamba", ""),
     "FEM-Mamba": fem("mamba", "CLTG"),
+    "FEM-Mamba, unnormalised": {
+        "mixer": "fem_mamba",
+        "fem": {"mamba_normalise": False},
+    },
     "AFT": fem("aft", ""),
     "FEM-AFT": fem("aft", "CLTG"),
     "Differential": {"mixer": "differential"},
@@ -274,6 +357,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "Gated DeltaNet": {"mixer": "gated_deltanet"},
     "Mamba-2": {"mixer": "mamba2"},
     "linear attention": fem("linear", ""),
+    "Hyena": {"mixer": "transformer"},  # whose mixer is replaced
 }
 PUBLISHED = published("mad")
 QUICK = Size(
@@ -293,7 +377,8 @@ QUICK = Size(
 FULL = Size(
     CASES,
     tuple(ROWS),
-    steps=20_000,
+    steps=0,
+    epochs=200,
     batch=128,
     rates=(1e-4, 5e-4, 1e-3),
     train=12800,
@@ -305,15 +390,22 @@ FULL = Size(
     init_std=0.05,
     weight_decay=0.1,
     warmup=0.0,
+    floor=1e-6,
 )
 
 
 def guessing(case: str, size: Size) -> float:
     """Return the expected accuracy of answers chosen at random from the possible tokens."""
-    length = length_of(case, size)
-    task = task_of(case)
-    kinds = {"compression": 15, "memorization": 127, "selective copying": 14}.get(task, 8)
-    return (1 + (length - 1) / kinds) / length if task == "compression" else 1 / kinds
+    if case in MEANS:
+        return fmean(guessing(part, size) for part in MEANS[case])
+    length, task = length_of(case, size), TASKS[case]
+    if task.name == "compression":
+        return (1 + (length - 1) / (task.vocabulary - 1)) / length
+    if task.name == "selective copying":
+        return 1 / (task.vocabulary - 2)
+    if task.name == "memorization":
+        return 1 / (task.vocabulary // 2 - 1)
+    return 2 / (task.vocabulary - (NOISE_KINDS if task.noise else 0))
 
 
 EXPERIMENT = Experiment(
@@ -324,7 +416,9 @@ EXPERIMENT = Experiment(
     problem=problem,
     scale=100.0,
     published=PUBLISHED
-    | {(FEW, row): number for (case, row), number in PUBLISHED.items() if case == "compression"},
+    | {(FEW, row): number for (case, row), number in PUBLISHED.items() if case == "compression"}
+    | {(f"{case}, mean", row): number for (case, row), number in PUBLISHED.items()},
+    means=MEANS,
     claims=(
         Claim("softmax +L", "softmax"),
         Claim("softmax +C", "softmax"),

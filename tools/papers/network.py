@@ -4,6 +4,7 @@ layer and a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ def model_of(size: Size, given: dict[str, Any]) -> ModelConfig:
     """Return the model configuration of a row.
 
     The widths are those of ``size``. ``given`` are the row's settings, with sections as
-    dictionaries.
+    dictionaries; ``parts`` is the network's.
     """
+    given = {name: value for name, value in given.items() if name != "parts"}
     sizes = {
         "hidden_size": size.width,
         "num_layers": size.layers,
@@ -54,14 +56,24 @@ class Network(nn.Module):
     D] -> head.
 
     head receives the residual stream unchanged; it includes the norm and the selection of
-    positions.
+    positions. parts: functions of the model that make other mixers or MLPs than the model's, by
+    the name of the block's attribute, "mixer" or "mlp" (`tools.papers.parts`).
     """
 
-    def __init__(self, model: ModelConfig, inputs: nn.Module, head: nn.Module) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        inputs: nn.Module,
+        head: nn.Module,
+        parts: Mapping[str, Callable[[ModelConfig], nn.Module]] | None = None,
+    ) -> None:
         super().__init__()
         self.causal = model.causal
         self.inputs, self.head = inputs, head
         self.blocks = nn.ModuleList(Block(shape, OneProcess()) for shape in model.blocks())
+        for block in self.blocks:
+            for name, made in (parts or {}).items():
+                setattr(block, name, made(model))
         start(self, model)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -136,8 +136,9 @@ def section(outcome: Outcome) -> str:
     title, remarks = text["title"], text["told"]
     minutes = sum(record["seconds"] for record in results.values()) / 60
     rates = ", ".join(f"{rate:g}" for rate in size.rates)
+    trained = f"{size.epochs} epochs" if size.epochs else f"{size.steps:,} steps"
     made = (
-        f"{outcome.kind.capitalize()} form: {size.steps:,} steps with batches of {size.batch},"
+        f"{outcome.kind.capitalize()} form: {trained} with batches of {size.batch},"
         f" width {size.width}, {counted(size.layers, 'layer')}, rates {rates};"
         f" {len(results)} trials, {minutes:.0f} minutes in total."
     )
@@ -159,8 +160,10 @@ def table(outcome: Outcome, metric: str) -> str:
 
     A cell contains the mean ± half the width of its interval, and the paper's number in brackets.
     """
-    experiment, cases = outcome.experiment, outcome.cases
+    experiment, cases = outcome.experiment, outcome.columns
     main = metric == experiment.metric
+    # If means are in the table, the paper's numbers are theirs.
+    compared = [name for name in cases if name in experiment.means] or cases
     lines = [["", "parameters", *cases]]
     for row in outcome.rows:
         size = next(
@@ -168,7 +171,8 @@ def table(outcome: Outcome, metric: str) -> str:
         )
         cells = [row, count(size)]
         for case in cases:
-            published = experiment.published.get((case, row)) if main else None
+            known = main and case in compared
+            published = experiment.published.get((case, row)) if known else None
             cells.append(cell(outcome.values(case, row, metric), published))
         lines.append(cells)
     if experiment.chance is not None and main:
@@ -201,7 +205,7 @@ def orders(outcome: Outcome) -> list[str]:
     lines = []
     for claim in outcome.experiment.claims:
         found: dict[str | None, list[str]] = {}
-        for case in claim.cases or outcome.experiment.cases:
+        for case in claim.cases or (*outcome.experiment.cases, *outcome.experiment.means):
             found.setdefault(verdict(outcome, claim, case), []).append(case)
         parts = [
             f"{verdict_text} for {', '.join(found[verdict_text])}"
@@ -243,7 +247,8 @@ def picture(outcome: Outcome) -> Any:
     """Return a figure with one panel per case: mean and interval of each row, and the paper's
     number as an open diamond.
     """
-    experiment, rows, cases = outcome.experiment, outcome.rows, outcome.cases
+    experiment, rows = outcome.experiment, outcome.rows
+    cases = [name for name in outcome.columns if name in experiment.means] or outcome.cases
     percent = experiment.scale == 100
     lines = math.ceil(len(cases) / ACROSS)
     across = math.ceil(len(cases) / lines)
@@ -306,6 +311,8 @@ def iterations(outcome: Outcome) -> Any:
     curves = outcome.experiment.curves
     figure = new_figure((2.3 * len(curves) + 0.3, 3.2))
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    styles: dict[str, dict[str, Any]] = {}  # of a row, the same in all panels
+    marks: dict[str, Any] = {}
     for (name, label), axes in zip(curves.items(), panels, strict=True):
         means = {}
         for row in outcome.experiment.rows:
@@ -318,15 +325,19 @@ def iterations(outcome: Outcome) -> Any:
         if sizes and max(sizes) > 10 * min(sizes) > 0:
             means = {row: [value / abs(mean[0]) for value in mean] for row, mean in means.items()}
             label += ",\nrelative to the start"
-        for number, (row, mean) in enumerate(means.items()):
-            style = {"markersize": 2, "linewidth": 1, **colour_of(number)}
-            axes.plot(range(len(mean)), mean, label=row, **style)
+        for row, mean in means.items():
+            number = len(styles)
+            line = {"linestyle": "-" if number < len(COLOURS) else "--", **colour_of(number)}
+            style = {"markersize": 2, "linewidth": 1, **styles.setdefault(row, line)}
+            (marks[row],) = axes.plot(range(len(mean)), mean, **style)
         trained = max(map(len, means.values()), default=0) / 2
-        axes.axvline(trained, label="iterations in training", **DOTTED)
+        known = axes.axvline(trained, **DOTTED)
         plain_axes(axes, "iteration", grid="y")
         axes.xaxis.get_major_locator().set_params(integer=True)
         _small_text(axes, label)
     _title(figure, outcome, ", mean over the seeds")
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    marks["iterations in training"] = known
+    figure.legend(
+        marks.values(), marks.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False
+    )
     return figure

@@ -101,10 +101,15 @@ def picked(option: str, given: str | None, known: Sequence[str]) -> tuple[str, .
     """
     if given is None:
         return ()
-    found = [name.strip() for name in given.split(",")]
-    for name in found:
-        if name not in known:
+    found, rest = [], given.strip()
+    while rest:
+        # A name may contain commas; the longest one that fits is meant.
+        fits = [name for name in known if f"{rest},".startswith(f"{name},")]
+        if not fits:
+            name = rest.partition(",")[0].strip()
             raise UserError(f"{option} {name!r}: unknown; {did_you_mean(name, known)}")
+        found.append(max(fits, key=len))
+        rest = rest[len(found[-1]) :].removeprefix(",").strip()
     return tuple(name for name in known if name in found)
 
 

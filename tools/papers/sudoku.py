@@ -18,13 +18,19 @@ from tools.papers.boards import boards
 from tools.papers.catalogue import RUNS
 from tools.papers.experiment import Claim, Experiment, Size
 from tools.papers.network import Network, Positions, classifier, model_of
+from tools.papers.parts import SharedAttention
 from tools.papers.training import IGNORED, Examples, Problem, classification, measure
 
+WATCHABLE = (HyperSet, SharedAttention)
 CELLS, WATCHED = 81, 64  # cells of a board; boards whose energies are measured
 ROWS: dict[str, dict[str, Any]] = {
     "Transformer": {"mixer": "transformer"},
-    "Hyper-SET": {"mixer": "hyperset", "hyperset": {"attention": "bisoftmax"}},
-    "Hyper-SET, row softmax": {"mixer": "hyperset", "hyperset": {"attention": "softmax"}},
+    "Hyper-SET": {"mixer": "hyperset", "hyperset": {"attention": "bisoftmax", "step_norm": False}},
+    "Hyper-SET, row softmax": {
+        "mixer": "hyperset",
+        "hyperset": {"attention": "softmax", "step_norm": False},
+    },
+    "Energy Transformer": {"mixer": "energy_transformer"},
 }
 ITERATIONS = {"8 iterations": 8, "24 iterations": 24}
 
@@ -37,15 +43,15 @@ def examples(count: int, seed: int) -> Examples:
 
 @torch.no_grad()
 def watch(network: nn.Module, block: Block, inputs: Tensor) -> dict[str, list[float]]:
-    """Run the network once and return name -> value before each iteration of a Hyper-SET block.
+    """Run the network once and return name -> value before each iteration of a block's mixer.
 
     ``inputs`` are tokens [b, s]. The values are means over the boards: both energies summed over
-    the tokens, and the effective rank and mean angle of a head's tokens.
+    the tokens (Hyper-SET), and the effective rank and mean angle of a head's tokens.
     """
     seen: dict[str, list[float]] = {}
 
     def record(layer: nn.Module, given: tuple[Tensor, Context]) -> None:
-        assert isinstance(layer, HyperSet)
+        assert isinstance(layer, WATCHABLE)
         x, context = given
         for name, value in layer.diagnose(
             x, context, torch.arange(len(x), device=x.device)
@@ -63,22 +69,23 @@ def watch(network: nn.Module, block: Block, inputs: Tensor) -> dict[str, list[fl
 def iterated(task: Problem, network: Network) -> Problem:
     """Return the problem with measurements added that run after training.
 
-    They apply the network's layer twice as often as training does.
+    They apply the network's layers twice as often as training does; the values by iteration are
+    those of the only layer.
     """
-    (block,) = network.blocks
-    assert isinstance(block, Block)
+
+    blocks = [block for block in network.blocks if isinstance(block, Block)]
 
     def after() -> dict[str, Any]:
-        trained = block.recurrence
-        block.recurrence = 2 * trained
+        for block in blocks:
+            block.recurrence *= 2
         found: dict[str, Any] = {
             f"twice_{name}": value for name, value in measure(task, task.test).items()
         }
-        if isinstance(block.mixer, HyperSet):
-            found |= watch(
-                network, block, next(iter(task.test[0].to(platform.device()).split(WATCHED)))
-            )
-        block.recurrence = trained
+        if len(blocks) == 1 and isinstance(blocks[0].mixer, WATCHABLE):
+            inputs = next(iter(task.test[0].to(platform.device()).split(WATCHED)))
+            found |= watch(network, blocks[0], inputs)
+        for block in blocks:
+            block.recurrence //= 2
         return found
 
     return replace(task, after=after)
@@ -111,7 +118,7 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
 
 QUICK = Size(
     ("8 iterations",),
-    ("Transformer", "Hyper-SET"),
+    ("Transformer", "Hyper-SET", "Energy Transformer"),
     steps=500,
     batch=16,
     rates=(3e-3, 1e-2),
@@ -121,13 +128,15 @@ QUICK = Size(
     heads=4,
     init_std=0.1,
     weight_decay=0.1,
+    betas=(0.9, 0.95),
 )
 FULL = replace(
     QUICK,
     cases=("24 iterations",),
     rows=tuple(ROWS),
     steps=112_500,
-    rates=(1e-4, 3e-4),
+    rates=(1e-4,),
+    warmup=0.0,
     train=9000,
     test=1000,
     width=768,
@@ -135,6 +144,7 @@ FULL = replace(
     init_std=0.02,
     seeds=5,
 )
+"""Tables 6 and 7; 200 epochs."""
 EXPERIMENT = Experiment(
     name="sudoku",
     metric="accuracy",

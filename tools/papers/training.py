@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -96,19 +97,23 @@ def train(problem: Problem, size: Size, rate: float, seed: int) -> dict[str, Any
     """
     began, where = time.monotonic(), platform.device()
     network = problem.network.to(where)
-    optimizer = torch.optim.AdamW(groups(network, size.weight_decay), lr=rate)
+    kind = torch.optim.Adam if size.l2 else torch.optim.AdamW
+    optimizer = kind(groups(network, size.weight_decay), lr=rate, betas=size.betas)
     order = torch.Generator().manual_seed(seed)
     inputs, targets = (full.to(where) for full in problem.train)
     batch = min(size.batch, len(inputs))
+    if size.epochs:
+        size = replace(size, steps=size.epochs * (len(inputs) // batch))
     places = torch.empty(0, dtype=torch.int64)  # of the rest of the epoch
     last = math.nan
+    epoch, late = max(1, len(inputs) // batch), list[dict[str, float]]()
     network.train()
     for step in range(size.steps):
         if len(places) < batch:
             places = torch.randperm(len(inputs), generator=order)
         here, places = places[:batch].to(where), places[batch:]
         for group in optimizer.param_groups:
-            group["lr"] = rate * schedule(step, size)
+            group["lr"] = size.floor + (rate - size.floor) * schedule(step, size)
         given = inputs[here]
         loss = problem.loss(network(given), given, targets[here])
         last = float(loss.detach())
@@ -116,8 +121,12 @@ def train(problem: Problem, size: Size, rate: float, seed: int) -> dict[str, Any
             break
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), size.clip)
+        if size.clip is not None:
+            torch.nn.utils.clip_grad_norm_(network.parameters(), size.clip)
         optimizer.step()
+        if (left := size.steps - 1 - step) % epoch == 0 and 0 < left // epoch < size.averaged:
+            late.append(measure(problem, problem.test))
+            network.train()
         if problem.enough < math.inf and (step + 1) % max(1, size.steps // LOOKS) == 0:
             if measure(problem, problem.validation)[problem.score] >= problem.enough:
                 break
@@ -128,7 +137,8 @@ def train(problem: Problem, size: Size, rate: float, seed: int) -> dict[str, Any
         tested = len(problem.test[0])
         few = measure(problem, (inputs[:tested], targets[:tested]))
         record |= {f"train_{name}": value for name, value in few.items()}
-        record |= measure(problem, problem.test)
+        late.append(measure(problem, problem.test))
+        record |= {name: fmean(scores[name] for scores in late) for name in late[0]}
         record["validation"] = measure(problem, problem.validation)[problem.score]
         record |= problem.after()
     else:
@@ -137,10 +147,15 @@ def train(problem: Problem, size: Size, rate: float, seed: int) -> dict[str, Any
 
 
 def schedule(step: int, size: Size) -> float:
-    """Return the factor of the peak learning rate at a step, counted from 0."""
+    """Return the share of the peak learning rate at a step, counted from 0.
+
+    1 is the peak and 0 the floor.
+    """
     warm = max(1, round(size.warmup * size.steps))
     if step < warm:
         return (step + 1) / warm
+    if size.constant:
+        return 1.0
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, size.steps - warm)))
 
 

@@ -273,7 +273,13 @@ class Planner:
             sizes = self._sizes(size)
         except ConfigError as error:
             raise ConfigError(f"{study.path}: sizes: {error}") from None
-        words = (*study.settings, *study.variants[variant], *sizes.words)
+        own = study.variants[variant]
+        fixed = [
+            word
+            for word in sizes.words
+            if word.partition("=")[0] not in {other.partition("=")[0] for other in own}
+        ]
+        words = (*study.settings, *own, *fixed)
         # The length depends on the run; one step is enough to check the shape.
         config, facts = self.prepared(
             where, (*words, "train.steps=1", "train.tokens=null", *_NO_LENGTHS)

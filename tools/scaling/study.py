@@ -97,6 +97,8 @@ PLANNED = {
     ),
     "parallel.world_size": "cluster.processes",
 }
+MLP_WIDTH = "model.ffn_hidden_size"
+"""A variant may set it, for example to compare MLPs with equal numbers of parameters."""
 
 
 @dataclass(frozen=True)
@@ -388,7 +390,7 @@ def _check_words(study: Study, key: str, words: Sequence[str]) -> None:
         name, equals, _ = word.partition("=")
         if not equals or not name:
             raise ConfigError(f"{key}: '{word}' is not of the form section.key=value")
-        if name in PLANNED:
+        if name in PLANNED and not (name == MLP_WIDTH and key.startswith("variants.")):
             raise ConfigError(
                 f"{key}: {name} is set for every run by the plan; set {PLANNED[name]} of the study"
                 " instead"

@@ -169,9 +169,9 @@ class CemAttention(Update):
     def biases(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ALiBi's slopes of this rank's heads, b_self and b_cross.
 
-        The slopes are 2^(-8 k / heads), k = 1, 2, ..
+        The slopes are 2^(``shape.falling`` k), k = 1, 2, ..
         """
-        first, each = self.parallel.rank * self.local_heads + 1, -8.0 / self.shape.heads
+        first, each = self.parallel.rank * self.local_heads + 1, self.shape.falling
         wide = torch.promote_types(like.dtype, torch.float32)
         last = first + self.local_heads - 1
         slopes = torch.logspace(

@@ -75,6 +75,12 @@ class CemConfig:
         "sqrt(a head's width).",
         ("model", "head"),
     )
+    alibi: str = setting(
+        "heads",
+        "ALiBi's slopes of the heads k = 1 to H. heads: 2^(-8 k / H), as ALiBi defines them; "
+        "powers: 2^-k, the example of the paper's appendix B. They are equal for 8 heads.",
+        ("heads", "powers"),
+    )
     residual: str = setting(
         "normalised",
         "Initial x of the steps. normalised: RMSNorm(h), as in Algorithm 1; raw: h, as in a "
@@ -193,6 +199,11 @@ class CemAttentionShape(Shape):
             return self.mup_scale
         return float((self.hidden if self.switches.scale == "model" else self.head) ** -0.5)
 
+    @property
+    def falling(self) -> float:
+        """Exponent of 2 between the ALiBi slopes of two successive heads; the first head's too."""
+        return -8.0 / self.heads if self.switches.alibi == "heads" else -1.0
+
     def weights(self) -> Weights:
         """Return name -> weight: norm, query, key, the two biases, diagonal and preconditioner.
 
@@ -259,7 +270,7 @@ class CemAttentionShape(Shape):
         return f"{self.heads} heads of {self.head}, {self.switches.steps_attention} steps"
 
     def reads(self) -> set[str]:
-        return {"cem.diagonal", "cem.scale"} | _reads(self.switches, "attention")
+        return {"cem.diagonal", "cem.scale", "cem.alibi"} | _reads(self.switches, "attention")
 
     def counts_padding(self) -> bool:
         return True

@@ -14,7 +14,6 @@ itself is never normalised. The block runs the iterations one after another (``r
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,7 +24,7 @@ from fem_megatron.context_parallel.scans import squares_before
 from fem_megatron.mixers.hyperset.shape import HyperSetShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Layer, Update, rms_norm, rotate
+from fem_megatron.update import Layer, Update, rms_norm, rotate, rotate_back
 from kernels.pairs import allowed_pairs
 from kernels.symmetric_attention import symmetric_attention, symmetric_linear_attention
 from kernels.symmetric_attention.reference import (
@@ -242,12 +241,7 @@ class HyperSet(Update):
         rope = self.shape.rope
         if rope is None:
             return z
-        positions = context.positions
-        if positions is None:
-            positions = torch.arange(context.past, context.past + z.shape[0], device=z.device)
-        if not forth:
-            positions, rope = -positions, replace(rope, factor=1.0 / rope.factor)
-        return rotate(z, replace(context, positions=positions), rope)
+        return (rotate if forth else rotate_back)(z, context, rope)
 
     def _direction(self, name: str, gradient: Tensor, context: Context) -> Tensor:
         """Return the step direction for g, the gradient (or minus it) of the energy ``name``.

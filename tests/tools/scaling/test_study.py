@@ -94,6 +94,20 @@ def test_lengths_in_tokens_are_the_baselines_for_all_variants(tmp_path: Path) ->
     assert {run.learning_rate for run in runs} == {1e-3, 3e-3}
 
 
+def test_a_variant_may_have_an_mlp_of_its_own_width(tmp_path: Path) -> None:
+    variants = {
+        "transformer": [],
+        "wide": ["model.mlp=cem", "model.ffn_hidden_size=192"],
+    }
+    _, runs = planned(write(tmp_path, "budgets: []", variants=variants, tokens=[512_000]))
+    widths = {}
+    for run in runs:
+        model = load_run(tmp_path / "base.yaml", list(run.settings)).model
+        widths[run.variant, run.width] = model.ffn_hidden_size
+    assert {width for (name, _), width in widths.items() if name == "wide"} == {192}
+    assert widths["transformer", 96] == 256  # the rule: 8 / 3
+
+
 def test_data_that_is_there_is_counted_and_not_repeated_too_often(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,16 @@ from fem_megatron.megatron import platform
 from kernels.check import WITHOUT_GRADIENTS, suites
 from tools.bench.engines import variants as engines
 from tools.bench.speed import implementations, lacks
-from tools.bench.whole_model import BASELINE, PACKED, SCALES, VARIANTS
+from tools.bench.whole_model import (
+    BASELINE,
+    MODELS,
+    PACKED,
+    ROWS,
+    SCALES,
+    SINGLE,
+    TABLES,
+    VARIANTS,
+)
 from tools.bench.workloads import BASELINES, WORKLOADS, Size
 
 # Parts in the order in which they begin, each with its share of the time. Parts that are not timed
@@ -474,11 +483,13 @@ def _models() -> Iterator[Task]:
     linear = {"GLA", "FEM-GLA, C L T G"}
     for scale, sizes in SCALES.items():
         large = scale in ("1.3B", "340M")
-        for variant in VARIANTS:
+        for variant in MODELS if scale in (*TABLES, *SINGLE) else VARIANTS:
             few = urgent | linear if scale in PACKED else {BASELINE, "CEM"}
-            if not large and scale != "table 7" and variant not in few:
+            if not large and scale not in (*TABLES, *SINGLE) and variant not in few:
                 continue
-            rank = 6.0
+            rank = 6.0 if scale == "table 7" or not scale.startswith("table") else 9.5
+            if variant in ROWS:
+                rank = 9.6
             if large and scale == "1.3B" and variant in urgent:
                 rank = 2.0
             elif large and variant in urgent | linear:

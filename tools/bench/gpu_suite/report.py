@@ -17,7 +17,7 @@ from tools.bench import runner
 from tools.bench.engines import figures
 from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL
 from tools.bench.gpu_suite.results import Outcome, Record, Results
-from tools.bench.whole_model import PACKED, SCALES, VARIANTS
+from tools.bench.whole_model import MODELS, PACKED, SCALES
 from tools.bench.workloads import WORKLOADS
 
 SHORT = 4096
@@ -296,7 +296,7 @@ def models(results: Results) -> str:
 
 def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
     rows = []
-    for scale, variant, recompute in itertools.product(scales, VARIANTS, (False, True)):
+    for scale, variant, recompute in itertools.product(scales, MODELS, (False, True)):
         found = results.models.get((scale, variant, recompute))
         if found is None:
             continue

@@ -150,7 +150,7 @@ def _model(arguments: dict[str, Any]) -> dict[str, Any]:
             cost = train_step(
                 arguments["variant"],
                 sized,
-                torch.bfloat16,
+                scale.dtype,
                 arguments.get("budget", MODEL_SECONDS),
                 recompute=again,
             )

@@ -267,7 +267,7 @@ def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch
     # FLOPs that the plan counts and the trace does not are those of the Triton kernels, of which
     # small products within pointwise kernels take no time of their own.
     mixer = shape.mixer
-    fused = shape.recurrence * sum(mixer.map_flops.get(name, 0.0) for name in mixer.fused_maps)
+    fused = shape.times("mixer") * sum(mixer.map_flops.get(name, 0.0) for name in mixer.fused_maps)
     planned = (sum(shape.flops(tokens).values()) - fused) * tokens * batch
     own = max(0.0, planned - trace.flops(backward=False))
     return Part(count, trace, own if trace.traffic(TILES) else 0.0)
