@@ -158,7 +158,7 @@ LIKE = {
         "model.vocab_size=4096",
     ],
     "340m": [
-        "model=fem_sm_340m",
+        "model=transformer_340m",
         "data.seq_length=512",
         "train.micro_batch_size=4",
         "model.vocab_size=4096",

@@ -82,7 +82,13 @@ class Nrgpt(Update):
             slopes = q.new_zeros(q.shape[1])
             bias = q.new_zeros((), dtype=torch.promote_types(q.dtype, torch.float32))
             return cem_attention(
-                q, k, slopes, bias, scale=self.shape.scale, causal=context.causal, valid=valid
+                q.to(k.dtype),
+                k,
+                slopes,
+                bias,
+                scale=self.shape.scale,
+                causal=context.causal,
+                valid=valid,
             )
 
         q = q.expand(-1, k.shape[1], -1, -1)

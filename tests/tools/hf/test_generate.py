@@ -256,6 +256,8 @@ def test_fine_tuning_by_low_rank_adapters(exported: Exports, name: str) -> None:
     """With the options of the model card: a step lowers the loss, every adapter has an effect, and
     merging does not change the model.
     """
+    if name == "energy_transformer":
+        pytest.skip("it has no torch.nn.Linear: every matrix is applied in both directions")
     ids, losses = tokens(2, 9), []
     model = here(name, torch.float64)
     snippet = LORA.search((exported(name).folder / "README.md").read_text())

@@ -159,6 +159,8 @@ def test_quantised_products_compute(name: str) -> None:
     """The results equal those of the original weights for every torch.nn.Linear of a block, also
     next to products that autocast rounds.
     """
+    if name == "energy_transformer":
+        pytest.skip("it has no torch.nn.Linear: every matrix is applied in both directions")
     model, ids = here(name).eval(), tokens(2, 40)
     linears = {
         path: module
