@@ -6,6 +6,7 @@ measured table.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import types
@@ -34,6 +35,7 @@ from kernels.fem_attention.table import (
 from kernels.implementations import Op
 from kernels.machine import without_cudnn_attention
 from kernels.pairs import document_bounds, readable_keys
+from tests.test_house import ROOT
 
 CALL = Call(
     torch.device("cpu"), torch.bfloat16, batch=2, heads=4, kv_heads=2, tq=40, tk=40, dk=128,
@@ -218,6 +220,53 @@ ENGINE_PACKAGES = [
 ]
 
 
+def dense(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> None:
+    """The signature of flash_attn_func in flash-attn 2.8.3, the version of constraints.txt."""
+
+
+def ragged(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> None:
+    """The signature of flash_attn_varlen_func in the same version."""
+
+
+def bound(function: Any, like: Any) -> Any:
+    """Return the function, which then accepts only calls that ``like`` accepts."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        inspect.signature(like).bind(*given, **named)
+        return function(*given, **named)
+
+    return call
+
+
 @pytest.mark.parametrize("kind", [kind for kind in READINGS if "padding" not in kind])
 @pytest.mark.parametrize(("engine", "package"), ENGINE_PACKAGES)
 def test_flash_attention_packages_are_called_in_their_layout(
@@ -260,6 +309,10 @@ def test_flash_attention_packages_are_called_in_their_layout(
     functions = types.SimpleNamespace(
         flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func
     )
+    if engine == "flash_attn_2":
+        assert "flash-attn==2.8.3" in (ROOT / "constraints.txt").read_text().split()
+        functions.flash_attn_func = bound(flash_attn_func, dense)
+        functions.flash_attn_varlen_func = bound(flash_attn_varlen_func, ragged)
     monkeypatch.setitem(sys.modules, package, functions)
     q, k, v = torch.randn(1, 4, tq, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 16)
     call = replace(CALL, batch=1, tq=tq, tk=12, dk=8, values=16)
