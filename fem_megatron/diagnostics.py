@@ -167,6 +167,25 @@ def energies(name: str, before: Tensor, after: Tensor) -> Quantities:
     return {f"{name}_before": before.mean(), f"{name}_after": after.mean(), f"{name}_rose": rose}
 
 
+def step_energies(
+    layer: Any, sample: Sample, *names: str
+) -> tuple[Mapping[str, Tensor], Quantities]:
+    """Return what the layer's ``diagnose`` measures before the update, and the quantities of it.
+
+    names: energies of each token among the measurements, which are compared with those after the
+        update (`energies`). The quantities include the largest score if the layer has scores.
+    """
+    before, after = (
+        layer.diagnose(t, sample.context, sample.tokens) for t in (sample.x, sample.after)
+    )
+    found: Quantities = {}
+    if "largest_score" in before:
+        found["logit_max"] = layer.parallel.gather(before["largest_score"]).max()
+    for name in names:
+        found |= energies(name, before[name], after[name])
+    return before, found
+
+
 def largest_logit(scores: Tensor, seen: Tensor | None, parallel: Parallel) -> Quantities:
     """Return the largest score of all heads.
 

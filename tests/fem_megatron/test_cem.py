@@ -383,3 +383,12 @@ def test_numbers_of_parameters() -> None:
     ]
     for layer, size in zip(both(), sizes, strict=True):
         assert sum(weight.numel() for weight in layer.parameters()) == size
+
+
+@pytest.mark.parametrize(("alibi", "each"), [("heads", -8 / 12), ("powers", -1.0)])
+def test_slopes_fall_by_head(alibi: str, each: float) -> None:
+    """The two definitions differ for 12 heads."""
+    shape = CemAttentionShape.of(model(hidden=48, heads=12, alibi=alibi))
+    wanted = torch.tensor([2.0 ** (each * (head + 1)) for head in range(12)], dtype=torch.float64)
+    slopes, _, _ = CemAttention(shape, OneProcess(torch.float64)).biases(wanted)
+    torch.testing.assert_close(slopes, wanted, **ROUNDING)

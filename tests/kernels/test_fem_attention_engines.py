@@ -236,32 +236,24 @@ def dense(
     """The signature of flash_attn_func in flash-attn 2.8.3, the version of constraints.txt."""
 
 
-def ragged(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Any = None,
-) -> None:
-    """The signature of flash_attn_varlen_func in the same version."""
+DENSE = inspect.signature(dense)
+_first, _rest = tuple(DENSE.parameters.values())[:3], tuple(DENSE.parameters.values())[3:]
+_named = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+RAGGED = DENSE.replace(
+    parameters=[
+        *_first,
+        *(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _named),
+        *_rest,
+    ]
+)
+"""The signature of flash_attn_varlen_func in the same version, without its block_table."""
 
 
-def bound(function: Any, like: Any) -> Any:
-    """Return the function, which then accepts only calls that ``like`` accepts."""
+def bound(function: Any, like: inspect.Signature) -> Any:
+    """Return the function, which then accepts only calls that the signature ``like`` accepts."""
 
     def call(*given: Any, **named: Any) -> Any:
-        inspect.signature(like).bind(*given, **named)
+        like.bind(*given, **named)
         return function(*given, **named)
 
     return call
@@ -311,8 +303,8 @@ def test_flash_attention_packages_are_called_in_their_layout(
     )
     if engine == "flash_attn_2":
         assert "flash-attn==2.8.3" in (ROOT / "constraints.txt").read_text().split()
-        functions.flash_attn_func = bound(flash_attn_func, dense)
-        functions.flash_attn_varlen_func = bound(flash_attn_varlen_func, ragged)
+        functions.flash_attn_func = bound(flash_attn_func, DENSE)
+        functions.flash_attn_varlen_func = bound(flash_attn_varlen_func, RAGGED)
     monkeypatch.setitem(sys.modules, package, functions)
     q, k, v = torch.randn(1, 4, tq, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 16)
     call = replace(CALL, batch=1, tq=tq, tk=12, dk=8, values=16)

@@ -15,7 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -106,7 +105,6 @@ def errors() -> dict[str, Errors]:
 
 
 def test_our_reads_are_the_references_through_the_kernels_signatures(tmp_path: Path) -> None:
-    pytest.importorskip("fla")
     found = answer(1, errors, output=tmp_path / "said")
     assert len(found) == 8
     for case, parts in found.items():

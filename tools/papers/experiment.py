@@ -33,11 +33,9 @@ class Size:
     used for the other seeds. warmup: share of the steps in which the rate increases; it then
     decreases to ``floor`` along a cosine, or is constant with ``constant``. clip: largest gradient
     norm, None: no limit. l2: the weight decay is part of the gradient (Adam) instead of a separate
-    step (AdamW).
-    averaged: number of last epochs whose test scores are averaged. epochs: of the training data,
-    instead of steps. train, test: examples
-    (validation: as many as test). length: of a sequence, unless the case defines it. inner: the
-    MLP's width, None: 8/3 of the width.
+    step (AdamW). averaged: number of last epochs whose test scores are averaged. epochs: of the
+    training data, instead of steps. train, test: examples (validation: as many as test). length:
+    of a sequence, unless the case defines it. inner: the MLP's width, None: 8/3 of the width.
     """
 
     cases: tuple[str, ...]

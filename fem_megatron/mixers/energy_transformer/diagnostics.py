@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem_megatron.diagnostics import Quantities, Sample, energies
+from fem_megatron.diagnostics import Quantities, Sample, step_energies
 from fem_megatron.mixers.energy_transformer.layer import EnergyTransformer
 
 
@@ -13,14 +13,4 @@ def observe(layer: EnergyTransformer, sample: Sample) -> Quantities:
     """
     if len(sample.tokens) < 2:
         return {}
-    before, after = (
-        layer.diagnose(t, sample.context, sample.tokens) for t in (sample.x, sample.after)
-    )
-    return {
-        "logit_max": layer.parallel.gather(before["largest_score"]).max(),
-        **{
-            key: value
-            for name in ("attention_energy", "memory_energy")
-            for key, value in energies(name, before[name], after[name]).items()
-        },
-    }
+    return step_energies(layer, sample, "attention_energy", "memory_energy")[1]

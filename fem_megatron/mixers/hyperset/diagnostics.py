@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem_megatron.diagnostics import Quantities, Sample, energies
+from fem_megatron.diagnostics import Quantities, Sample, step_energies
 from fem_megatron.mixers.hyperset.layer import HyperSet
 
 
@@ -16,20 +16,9 @@ def observe(layer: HyperSet, sample: Sample) -> Quantities:
     """
     if len(sample.tokens) < 2:
         return {}
-    before, after = (
-        layer.diagnose(t, sample.context, sample.tokens) for t in (sample.x, sample.after)
-    )
-    largest = (
-        {"logit_max": layer.parallel.gather(before["largest_score"]).max()}
-        if "largest_score" in before
-        else {}
-    )
+    before, found = step_energies(layer, sample, "attention_energy", "feed_forward_energy")
     return {
-        **largest,
-        **energies("attention_energy", before["attention_energy"], after["attention_energy"]),
-        **energies(
-            "feed_forward_energy", before["feed_forward_energy"], after["feed_forward_energy"]
-        ),
+        **found,
         **{
             name: layer.parallel.gather(before[name]).mean()
             for name in ("effective_rank", "mean_angle")
