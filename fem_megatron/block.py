@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fem_megatron.parallel import Parallel
+from fem_megatron.mtp import MtpShape
+from fem_megatron.parallel import Parallel, add_weights
 from fem_megatron.shape import BlockShape, SwiGluShape, located
 from fem_megatron.state import Context
-from fem_megatron.update import Update, normed
+from fem_megatron.update import Layer, Update, normed, rms_norm
 
 
 class Block(nn.Module):
@@ -87,3 +89,33 @@ class SwiGlu(Update):
         """Return the MLP's output for the normalised input h, sliced over the sequence like h."""
         packed = self.parallel.project(h, self.gate_up)
         return self.parallel.leave(self.down(self.parallel.swiglu(packed)))
+
+
+class PredictionModule(Layer):
+    """Module of multi-token prediction, see `fem_megatron.mtp`.
+
+    Tensor parallel: the columns of the projection are split over the ranks.
+
+    block: the module's block, called with the stream and the further arguments of `forward`.
+    """
+
+    def __init__(self, shape: MtpShape, block: nn.Module, parallel: Parallel) -> None:
+        super().__init__()
+        self.parallel, self.eps = parallel, shape.norm_eps
+        self.block = block
+        add_weights(self, shape.own_weights(), parallel)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, *given: Any) -> Tensor:
+        """Return the next hidden states h^k, in the shape of ``hidden``.
+
+        hidden: h^(k-1), [s (/ tensor-parallel size under sequence parallelism), b, D].
+        embedded: embeddings of the tokens k places ahead, [same, same, channels of the stream].
+        """
+        width = hidden.shape[-1]
+        token = rms_norm(embedded[..., :width], self.token_norm(), self.eps)
+        both = torch.cat((rms_norm(hidden, self.hidden_norm(), self.eps), token), dim=-1)
+        columns = self.parallel.enter(both).chunk(self.parallel.size, dim=-1)[self.parallel.rank]
+        x = self.parallel.leave(self.projection(columns.contiguous()))
+        made = self.block(torch.cat((x, embedded[..., width:]), dim=-1), *given)
+        stream: Tensor = made[0] if isinstance(made, tuple) else made
+        return rms_norm(stream[..., :width], self.norm(), self.eps)

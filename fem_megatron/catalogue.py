@@ -43,7 +43,8 @@ EVERY_LAYOUT = "TP SP PP VPP CP DP"
 EVERYONES = frozenset(
     "mixer pattern mlp recurrence repeated hidden_size num_layers num_attention_heads "
     "ffn_hidden_size vocab_size make_vocab_size_divisible_by tie_embeddings causal rope "
-    "rope_base rope_scaling norm_eps init_std parametrization mup".split()
+    "rope_base rope_scaling norm_eps init_std parametrization mup mtp_depth "
+    "mtp_loss_weight".split()
 )
 
 
@@ -209,6 +210,11 @@ def blocks(model: ModelConfig) -> list[BlockShape]:
     made = [block(model, name, layer) for layer, name in enumerate(names)]
     for name, each in zip(names, made, strict=True):
         mup.check_mixer(model, name, each.mixer)
+    if model.mtp_depth and not model.causal:
+        raise ValueError(
+            f"model.mtp_depth={model.mtp_depth} predicts later tokens, which a model with "
+            "model.causal=false reads; set it to 0"
+        )
     if keys := unread(model):
         what = (
             f"model.pattern={','.join(model.pattern)}"

@@ -24,6 +24,7 @@ from fem_megatron.mixers.hyperset.shape import HyperSetConfig
 from fem_megatron.mixers.mamba2.shape import Mamba2Config
 from fem_megatron.mixers.nrgpt.shape import NrgptConfig
 from fem_megatron.mixers.second_order.shape import SecondOrderConfig
+from fem_megatron.mtp import MtpShape
 from fem_megatron.mup import PARAMETRIZATIONS, MupConfig
 from fem_megatron.rope import MOVED, RopeScaling
 from fem_megatron.shape import BlockShape
@@ -105,6 +106,19 @@ class ModelConfig:
         "their energies depend on the unnormalised vectors, and hyperset has built-in norms.",
     )
     norm_eps: float = setting(1e-6, "Epsilon of every norm.", above=0)
+    mtp_depth: int = setting(
+        0,
+        "Modules of multi-token prediction (DeepSeek-V3): module k predicts the token k + 1 places "
+        "ahead, with one more block of the last layer's kind. They add to the training loss only; "
+        "validation and an exported model are without them (docs/mtp.md).",
+        least=0,
+    )
+    mtp_loss_weight: float = setting(
+        0.3,
+        "Weight of the mean loss of these modules in the training loss. DeepSeek-V3: 0.3, and 0.1 "
+        "for the last third of the tokens.",
+        least=0,
+    )
     init_std: float = setting(
         0.02, "Standard deviation of the normal initialisation of every matrix.", above=0
     )
@@ -175,6 +189,16 @@ class ModelConfig:
     def kinds(self) -> tuple[tuple[BlockShape, int], ...]:
         """The distinct layer shapes, each with the number of layers that have it."""
         return tuple(Counter(self._blocks).items())
+
+    @property
+    def mtp(self) -> MtpShape:
+        """The shape of each module of multi-token prediction."""
+        return MtpShape(self._blocks[-1], self.hidden_size, self.stream_size, self.norm_eps)
+
+    @property
+    def trained_kinds(self) -> tuple[tuple[BlockShape, int], ...]:
+        """The `kinds`, with the blocks of the modules of multi-token prediction."""
+        return tuple(Counter([*self._blocks, *self.mtp_depth * self._blocks[-1:]]).items())
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:

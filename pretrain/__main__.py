@@ -333,7 +333,8 @@ def _forked(options: argparse.Namespace) -> RunConfig:
 def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
     """Print the plan if ``plan``, and the result of the data check if ``check``.
 
-    With the plan of packed data, a line about the cost of packing is printed.
+    With the plan of packed data, a line about the cost of packing is printed; with that of masked
+    data, one about the tokens that count in the loss.
 
     Raises ConfigError if both are requested and the memory does not fit.
     """
@@ -343,6 +344,8 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
         from pretrain.data.packing import packing_line  # imported late: imports numpy
 
         print(packing_line(config.data, facts), flush=True)
+    if needs and facts and facts.masks_line:
+        print(facts.masks_line, flush=True)
     if not check or facts is None:
         return
     excess = memory_excess(needs) if needs else None

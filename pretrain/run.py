@@ -319,7 +319,8 @@ class Run:
     def data(self, samples: int) -> Datasets:
         """Return the datasets with a training order for the given number of samples."""
         assert self.config.model.vocab_size is not None
-        if self.first and (line := packing_line(self.config.data, self.facts)):
+        lines = packing_line(self.config.data, self.facts), self.facts.masks_line
+        for line in filter(None, lines if self.first else ()):
             self.log(line)
         needs = []
         if self.part.name:

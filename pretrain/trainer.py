@@ -174,6 +174,7 @@ class Trainer:
             skipped=result.skipped,
             peak_memory_bytes=int(max(result.extra[len(STOP) :])),
             passed_over=before.passed_over,
+            mtp_loss=sum(result.mtp) / len(result.mtp) if result.mtp else None,
             **self.meter.measure(self.schedule.last_step - self.progress.step, self._pauses_left()),
         )
         self._note_progress()
@@ -320,7 +321,15 @@ class Trainer:
     def _stream(self, dataset: Any, first_sample: int) -> Staged:
         size, device = self.config.train.micro_batch_size, platform.device()
         return Staged(
-            batches(dataset, first_sample, size, device, self.data.reader, self.data.ends)
+            batches(
+                dataset,
+                first_sample,
+                size,
+                device,
+                self.data.reader,
+                self.data.ends,
+                self.config.model.mtp_depth,
+            )
         )
 
     def _due(self, interval: int) -> bool:

@@ -219,6 +219,11 @@ def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
             "model.causal = false: the model could read the tokens that it is trained to predict; "
             "set model.causal=true"
         )
+    if model.mtp_depth >= config.data.seq_length:
+        yield (
+            f"model.mtp_depth = {model.mtp_depth} predicts beyond the {config.data.seq_length} "
+            "tokens of data.seq_length; set it to 1 or 2"
+        )
 
 
 def _fits(model: ModelConfig) -> bool:

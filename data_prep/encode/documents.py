@@ -9,7 +9,8 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ from data_prep.encode.mask import load_mask
 from data_prep.encode.splits import Split, hash_ids
 from data_prep.options import check_least, values_of
 from data_prep.sources import Columns, Rows
-from data_prep.sources.rows import BadRow, Drop, is_text
+from data_prep.sources.rows import MESSAGES, BadRow, Drop, is_text
 from fem_common.config import plain
 from fem_common.errors import UserError
 
@@ -43,7 +44,8 @@ class Settings:
     """Settings that decide which rows become documents and to which split each document belongs.
 
     ``mask`` is FILE.py:FUNCTION (see mask). ``mask_columns`` and ``mask_sha256`` are copies of the
-    attributes of mask.Mask. Raises UserError for invalid values.
+    attributes of mask.Mask. If ``messages``, the text column contains conversations, and
+    ``template_sha256`` is that of chat.Chat. Raises UserError for invalid values.
     """
 
     text_column: str = "text"
@@ -59,6 +61,8 @@ class Settings:
     mask_columns: tuple[str, ...] = ()
     valid_percent: float = 2.0
     test_percent: float = 2.0
+    messages: bool = field(default=False, kw_only=True)
+    template_sha256: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("text_column", "id_column", "score_column", "language_column"):
@@ -92,6 +96,7 @@ class Settings:
                 for name in dict.fromkeys(extra)
                 if name not in (self.text_column, self.id_column)
             ),
+            self.messages,
         )
 
     @property
@@ -100,8 +105,13 @@ class Settings:
         return Split(self.valid_percent, self.test_percent)
 
     def as_json(self) -> Json:
-        """Return the settings as a dictionary for JSON."""
+        """Return the settings as a dictionary for JSON.
+
+        The fields of conversations are omitted for other data.
+        """
         value: Json = plain(self)
+        if not self.messages:
+            del value["messages"], value["template_sha256"]
         return value
 
     def deciding(self) -> Json:
@@ -134,9 +144,22 @@ def add_column_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mask", metavar="FILE.py:FUNCTION", help=own)
 
 
+def add_messages_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of conversations, for the verbs that apply a chat template."""
+    add = parser.add_argument
+    messages = (
+        "the rows are conversations: a column messages (list of role and content), or prompt and "
+        "completion; they are written by the tokenizer's chat template, with a mask of the loss"
+    )
+    add("--messages", action="store_true", help=messages)
+    template = "template of --messages; it replaces the tokenizer's, also in OUT/tokenizer"
+    add("--chat-template", type=Path, metavar="FILE.jinja", help=template)
+
+
 def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``add_column_arguments`` and the percentages of the splits."""
+    """Add the options of rows and conversations, and the percentages of the splits."""
     add_column_arguments(parser)
+    add_messages_arguments(parser)
     for split in ("valid", "test"):
         parser.add_argument(
             f"--{split}-percent",
@@ -154,6 +177,11 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     """
     given = values_of(Settings, arguments)
     given["languages"] = tuple(dict.fromkeys(given["languages"]))
+    if given.get("messages"):
+        if given["text_column"] == Columns().text:
+            given["text_column"] = MESSAGES
+    elif getattr(arguments, "chat_template", None):
+        raise UserError("--chat-template goes with --messages; give both")
     if given["mask"]:
         mask = load_mask(given["mask"])
         anywhere = f"{mask.file.absolute()}:{given['mask'].rpartition(':')[2]}"

@@ -13,8 +13,8 @@ import functools
 import json
 import os
 import unicodedata
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -24,10 +24,11 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from data_prep.aliases import AnyArray, BoolArray, Int64Array, Json, Uint8Array, Uint32Array
 from data_prep.encode.tokenizer import TokenizerFolder
+from data_prep.sources.rows import Drop
 from fem_common.errors import UserError
 from fem_common.text import one_line
 
-Kind = Literal["gigatoken", "hf"]
+Kind = Literal["gigatoken", "hf", "chat"]
 
 # One limit for both encoders, because the output must not depend on the encoder. With this limit
 # the most expensive text found (bytes that are separate tokens, a run of one letter) costs a
@@ -59,11 +60,20 @@ PIECES = (
 class Encoded:
     """Token ids of n documents, concatenated.
 
-    The ids of document i are ``ids[offsets[i]:offsets[i + 1]]``; ``offsets`` has n + 1 entries.
+    The ids of document i are ``ids[offsets[i]:offsets[i + 1]]``; ``offsets`` has n + 1 entries. The
+    other fields are those of conversations (see chat).
+
+    mask: 1 for each id that counts in the loss, else 0; after the ids of each document also the
+        value of its EOD [len(ids) + n].
+    sizes: UTF-8 bytes of the rendered texts [n].
+    faults: reasons and messages of the documents that cannot be encoded; they have no ids.
     """
 
     ids: Uint32Array
     offsets: Int64Array
+    mask: Uint8Array | None = None
+    sizes: Int64Array | None = None
+    faults: Mapping[int, tuple[Drop, str]] = field(default_factory=dict)
 
 
 class Encoder(Protocol):
@@ -120,8 +130,22 @@ def choose(folder: TokenizerFolder, wanted: str, samples: Sequence[str]) -> Choi
     return Choice("hf", plain, f"not gigatoken: {found.fault}")
 
 
-def make(folder: TokenizerFolder, kind: str) -> Encoder:
-    """Return the encoder of the given kind (see Choice.kind)."""
+def chat(folder: TokenizerFolder, wanted: str, template_sha256: str | None) -> Choice:
+    """Return the choice for conversations. ``template_sha256``: see chat.Chat. Raises UserError."""
+    if wanted == "gigatoken":
+        raise UserError("--encoder gigatoken cannot encode --messages; leave it out")
+    return Choice("chat", make(folder, "chat", template_sha256).name, "chat template")
+
+
+def make(folder: TokenizerFolder, kind: str, template_sha256: str | None = None) -> Encoder:
+    """Return the encoder of the given kind (see Choice.kind). ``template_sha256``: see chat.Chat.
+
+    Raises UserError.
+    """
+    if kind == "chat":
+        from data_prep.encode.chat import Chat
+
+        return Chat(folder, template_sha256)
     return Gigatoken(folder) if kind == "gigatoken" else HuggingFace(folder)
 
 

@@ -19,6 +19,7 @@ from fem_common.errors import UserError
 from fem_common.files import expand_home, sha256
 from fem_common.text import nearest, one_line
 
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,7 +28,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
 )
 
 
@@ -39,6 +40,7 @@ class TokenizerFolder:
     eod_id: id of this token.
     vocab_size: largest id + 1.
     sha256: hash of tokenizer.json.
+    template: file that replaces the folder's chat template, or None.
     """
 
     path: Path
@@ -46,15 +48,20 @@ class TokenizerFolder:
     eod_id: int
     vocab_size: int
     sha256: str
+    template: Path | None = None
 
     @property
     def files(self) -> tuple[str, ...]:
         """Names of the files that make up the tokenizer."""
-        return tuple(name for name in TOKENIZER_FILES if (self.path / name).is_file())
+        return tuple(name for name in TOKENIZER_FILES if self.file(name).is_file())
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file of the tokenizer."""
+        return self.template if self.template and name == CHAT_TEMPLATE else self.path / name
 
 
-def load_folder(path: Path) -> TokenizerFolder:
-    """Read and check a tokenizer folder.
+def load_folder(path: Path, template: Path | None = None) -> TokenizerFolder:
+    """Read and check a tokenizer folder, with a chat template that replaces its own.
 
     Raises UserError if the folder is not a readable tokenizer, if it defines no EOD, or if its
     model uses dropout and would therefore give random ids.
@@ -86,7 +93,10 @@ def load_folder(path: Path) -> TokenizerFolder:
             f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is "
             "not in tokenizer.json"
         )
-    return TokenizerFolder(path, eod, vocabulary[eod], max(vocabulary.values()) + 1, sha256(file))
+    if template and not template.is_file():
+        raise UserError(f"no such file: {template} (--chat-template)")
+    size = max(vocabulary.values()) + 1
+    return TokenizerFolder(path, eod, vocabulary[eod], size, sha256(file), template)
 
 
 def _eod_token(path: Path) -> str:

@@ -26,6 +26,7 @@ from data_prep.encode.splits import SPLITS
 from data_prep.prepared.document_ids import IdsWriter
 from data_prep.prepared.indexed import IndexedWriter, dtype_name
 from data_prep.prepared.layout import SHARDS, Plan, Unit, entry_path, read_plan, shard_prefix
+from data_prep.prepared.loss_mask import MaskWriter
 from data_prep.prepared.manifest import PLACES_KEPT, SplitEntry, UnitEntry
 from data_prep.sources import Rows, read_span
 from data_prep.sources.rows import BadRow, Drop, Tally, by_reason
@@ -33,6 +34,7 @@ from fem_common.errors import UserError
 from fem_common.files import json_bytes, sync_folder, temporary, write_atomically
 
 Report = Callable[[int, Tally], None]
+EOD_IN_CHAT = "EOD before the end; give a --chat-template whose turns end in another token"
 
 
 class Engine:
@@ -100,6 +102,7 @@ class _Work:
         self.bad: list[BadRow] = []
         self.writers: dict[str, IndexedWriter] = {}
         self.ids: dict[str, IdsWriter] = {}
+        self.masks: dict[str, MaskWriter] = {}
         # If the text column is the id column, the ids would repeat the texts.
         self.have_ids = engine.settings.id_column != engine.settings.text_column
         self.text_bytes: Counter[str] = Counter()
@@ -122,26 +125,27 @@ class _Work:
             self.drop(dropped, bad, rows.batch.num_rows)
             return
         encoded = self.engine.encoder.encode(documents.texts)
-        reasons = unwritable(encoded, self.eod)
-        for reason, which in reasons.items():
-            dropped[reason] += len(which)
-            bad = bad + [
-                BadRow(int(place), reason) for place in documents.places[which[:PLACES_KEPT]]
-            ]
+        faults = unwritable(encoded, self.eod)
+        dropped.update(reason for reason, _ in faults.values())
+        bad = bad + [
+            BadRow(int(documents.places[number]), *fault) for number, fault in faults.items()
+        ]
         self.drop(dropped, bad, rows.batch.num_rows)
         kept = np.ones(len(documents.splits), dtype=bool)
-        for which in reasons.values():
-            kept[which] = False
+        kept[list(faults)] = False
         self._write(documents, encoded, kept)
 
     def _write(self, documents: Documents, encoded: Encoded, kept: BoolArray) -> None:
         ids, lengths = with_eod(encoded, self.eod, np.dtype(self.dtype).newbyteorder("<"))
-        sizes = pc.binary_length(documents.texts).to_numpy()
+        sizes = encoded.sizes
+        if sizes is None:
+            sizes = pc.binary_length(documents.texts).to_numpy()
         for number, name in enumerate(SPLITS):
             chosen = kept & (documents.splits == number)
             if not chosen.any():
                 continue
-            part = ids if chosen.all() else ids[np.repeat(chosen, lengths)]
+            which = np.repeat(chosen, lengths)
+            part = ids if chosen.all() else ids[which]
             text_bytes = int(sizes[chosen].sum())
             if name not in self.writers:
                 self.writers[name] = self.stack.enter_context(
@@ -151,9 +155,15 @@ class _Work:
                     self.ids[name] = self.stack.enter_context(
                         closing(IdsWriter(self.folder / f"{name}.ids"))
                     )
+                if encoded.mask is not None:
+                    self.masks[name] = self.stack.enter_context(
+                        closing(MaskWriter(self.folder / f"{name}.mask"))
+                    )
             self.writers[name].add(part, lengths[chosen])
             if self.have_ids:
                 self.ids[name].add(documents.ids.filter(pa.array(chosen)).to_pylist())
+            if encoded.mask is not None:
+                self.masks[name].write(encoded.mask[which].tobytes())
             self.text_bytes[name] += text_bytes
             self.tally.documents += int(chosen.sum())
             self.tally.tokens += len(part)
@@ -175,8 +185,12 @@ class _Work:
         splits = {}
         for name in (name for name in SPLITS if name in self.writers):
             ids = self.ids[name].finish() if self.have_ids else None
+            mask = self.masks[name].finish() if name in self.masks else None
             splits[name] = SplitEntry(
-                text_bytes=self.text_bytes[name], **asdict(self.writers[name].finish()), ids=ids
+                text_bytes=self.text_bytes[name],
+                **asdict(self.writers[name].finish()),
+                ids=ids,
+                mask=mask,
             )
         dropped, encoder = by_reason(tally.dropped), self.engine.encoder.name
         bad = tuple(sorted(self.bad, key=lambda row: row.place))
@@ -192,19 +206,21 @@ class _Work:
         return entry
 
 
-def unwritable(encoded: Encoded, eod: int) -> dict[Drop, Int64Array]:
-    """Return the indices of the documents that cannot be written, as an array for each reason.
+def unwritable(encoded: Encoded, eod: int) -> dict[int, tuple[Drop, str]]:
+    """Return the reason and a message for each document, by index, that cannot be written.
 
-    The reasons are: the document has no tokens, or EOD is among its tokens.
+    The reasons are: the document has no tokens, EOD is among its tokens, or one of
+    ``encoded.faults``.
     """
     empty = np.flatnonzero(np.diff(encoded.offsets) == 0)
     found = np.flatnonzero(encoded.ids == eod)
     ending = np.unique(np.searchsorted(encoded.offsets, found, side="right") - 1)
-    return {
-        reason: which
-        for reason, which in ((Drop.NO_TOKENS, empty), (Drop.CONTAINS_EOD, ending))
-        if len(which)
-    }
+    fix = "" if encoded.mask is None else EOD_IN_CHAT
+    return (
+        dict.fromkeys(empty.tolist(), (Drop.NO_TOKENS, ""))
+        | dict.fromkeys(ending.tolist(), (Drop.CONTAINS_EOD, fix))
+        | dict(encoded.faults)
+    )
 
 
 def with_eod(

@@ -266,7 +266,7 @@ def _engine(out: Path, fingerprint: str, kind: str) -> Engine:
         raise UserError(
             f"{folder.path} is not the tokenizer of the plan; plan again with --overwrite"
         )
-    return Engine(out, plan, make(folder, kind))
+    return Engine(out, plan, make(folder, kind, plan.settings.template_sha256))
 
 
 def _reporter(parent: Connection) -> Callable[[int, Tally], None]:

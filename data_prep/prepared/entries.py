@@ -55,6 +55,8 @@ def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
         fault = f"is the entry of unit {entry.unit}"
     elif unit.rows not in (None, entry.rows):
         fault = f"accounts for {entry.rows} rows, the plan for {unit.rows}"
+    elif any((part.mask is None) == plan.settings.messages for part in entry.splits.values()):
+        fault = "has a mask of the loss, or lacks it, unlike the plan"
     if fault:
         raise UserError(f"{path} {fault}; {do_again(out)}")
     return entry

@@ -5,9 +5,10 @@ This module reads no inputs and no tokenizer.
 OUT/plan.json                      inputs, settings, units and their fingerprint; written first
 OUT/tokenizer/                     copy of the tokenizer
 OUT/shards/00007.json              entry of unit 7; written after the unit's files
-OUT/shards/00007-train.{bin,idx,ids}   shards of unit 7 until the merge
+OUT/shards/00007-train.{bin,idx,ids,mask}   shards of unit 7 until the merge
 OUT/{train,valid,test}.{bin,idx}   merged pairs
 OUT/{train,valid,test}.ids         ids of their documents
+OUT/{train,valid,test}.mask        tokens that count in the loss (only conversations)
 OUT/units.jsonl                    entries of the units, in order
 OUT/bad_rows.jsonl                 places of the bad rows, if any
 OUT/manifest.json                  written last: the data is complete
@@ -34,7 +35,7 @@ TOKENIZER = "tokenizer"
 SHARDS = "shards"
 UNITS = "units.jsonl"
 BAD_ROWS = "bad_rows.jsonl"
-KINDS = ("bin", "idx", "ids")  # a split's files
+KINDS = ("bin", "idx", "ids", "mask")  # a split's files
 MANIFEST = "manifest.json"
 
 
@@ -118,7 +119,7 @@ def do_again(out: Path, entry: object = "it") -> str:
 
 
 def shard_prefix(out: Path, unit: Unit, split: str) -> Path:
-    """Return the path of a unit's shard of a split, without the ending .bin, .idx or .ids."""
+    """Return the path of a unit's shard of a split, without its ending."""
     return out / SHARDS / f"{unit.name}-{split}"
 
 

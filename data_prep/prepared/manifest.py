@@ -17,6 +17,7 @@ from data_prep.aliases import Json
 from data_prep.encode.splits import SPLITS
 from data_prep.prepared.document_ids import IdsEntry
 from data_prep.prepared.layout import MANIFEST, PLAN, SHARDS, do_again
+from data_prep.prepared.loss_mask import MaskEntry
 from data_prep.prepared.records import read
 from data_prep.sources.rows import BadRow, Drop, by_reason
 from fem_common.config import plain
@@ -47,6 +48,7 @@ class SplitEntry:
     text_bytes: UTF-8 size of the documents written.
     ids: record of the file of the documents' ids. It is None in older data, and if the text column
     is also the id column.
+    mask: record of the mask of the loss, only of conversations.
     """
 
     documents: int
@@ -57,20 +59,22 @@ class SplitEntry:
     bin_bytes: int
     idx_bytes: int
     ids: IdsEntry | None = field(default=None, kw_only=True)
+    mask: MaskEntry | None = field(default=None, kw_only=True)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes in bytes of the pair's files, by file ending."""
-        return {"bin": self.bin_bytes, "idx": self.idx_bytes} | (
-            {"ids": self.ids.bytes} if self.ids else {}
-        )
+        others = {"ids": self.ids, "mask": self.mask}
+        return {"bin": self.bin_bytes, "idx": self.idx_bytes} | {
+            kind: entry.bytes for kind, entry in others.items() if entry
+        }
 
     def as_json(self) -> Json:
-        """Return the entry as a dictionary for JSON. ``ids`` is omitted if it is None."""
+        """Return the entry as a dictionary for JSON. ``ids`` and ``mask`` are omitted if None."""
         return {
             name: value
             for name, value in asdict(self).items()
-            if name != "ids" or value is not None
+            if name not in ("ids", "mask") or value is not None
         }
 
 

@@ -24,9 +24,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep.aliases import Json
-from data_prep.encode.documents import Documents, Selection, add_column_arguments, settings_of
-from data_prep.encode.encoders import choose, make
+from data_prep.encode.documents import (
+    Documents,
+    Selection,
+    add_column_arguments,
+    add_messages_arguments,
+    settings_of,
+)
+from data_prep.encode.encoders import chat, choose, make
 from data_prep.encode.tokenizer import TokenizerFolder, find_tokenizer, load_folder
+from data_prep.encode.unit import unwritable
 from data_prep.options import add_encoder_argument, add_input_arguments, worker_count
 from data_prep.prepared.indexed import dtype_name
 from data_prep.report.progress import Reading
@@ -40,7 +47,7 @@ from data_prep.sources import (
     read_span,
     spans,
 )
-from data_prep.sources.rows import Drop, by_reason
+from data_prep.sources.rows import Drop, by_reason, listed
 from data_prep.sources.streams import open_input
 from fem_common.errors import UserError
 from fem_common.text import count, counted, duration, size
@@ -63,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_encoder_argument(parser)
     add_column_arguments(parser)
+    add_messages_arguments(parser)
     add(
         "--sample-mb",
         type=float,
@@ -313,27 +321,33 @@ def _one_line(value: pa.Scalar) -> str:
     ]
 
 
-def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> Json:
+def encoding(
+    folder: TokenizerFolder, wanted: str, batches: list[Documents], *, messages: bool
+) -> Json:
     """Return the section ``encoding`` of the report.
 
     It contains the tokenizer, the encoder that ``wanted`` selects, and the results of encoding the
-    sample. The first half of the sample is a warm-up and is not timed. Raises UserError.
+    sample, which consists of conversations if ``messages``. The first half of the sample is a
+    warm-up and is not timed. Raises UserError.
     """
     texts: list[str] = []
     for batch in batches:
         texts += batch.texts[: CHECKED_DOCUMENTS - len(texts)].to_pylist()
     while len(texts) > 1 and sum(map(len, texts)) > CHECKED_BYTES:
         texts.pop()
-    choice = choose(folder, wanted, texts)
+    choice = chat(folder, wanted, None) if messages else choose(folder, wanted, texts)
+    dropped = Counter[Drop]()
     encoder, total = make(folder, choice.kind), sum(batch.text_bytes for batch in batches)
     tokens = done = timed_bytes = 0
     seconds = 0.0
     for number, batch in enumerate(batches, 1):
         clock = time.process_time()
-        tokens += len(encoder.encode(batch.texts).ids)
+        encoded = encoder.encode(batch.texts)
+        tokens += len(encoded.ids)
         if done >= total / 2 or number == len(batches):
             seconds += time.process_time() - clock
             timed_bytes += batch.text_bytes
+        dropped.update(reason for reason, _ in unwritable(encoded, folder.eod_id).values())
         done += batch.text_bytes
     return {
         "path": str(folder.path),
@@ -343,6 +357,7 @@ def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> 
         "encoder": choice.name,
         "why": choice.why,
         "tokens": tokens,
+        "dropped": by_reason(dropped),
         "bytes_per_token": total / max(tokens, 1),
         "mb_per_second": timed_bytes / 1e6 / max(seconds, 1e-9),
     }
@@ -389,7 +404,9 @@ def main(arguments: argparse.Namespace) -> int:
     if not (math.isfinite(arguments.sample_mb) and arguments.sample_mb > 0):
         raise UserError(f"--sample-mb is {arguments.sample_mb:g}; it must be a number above 0")
     settings = settings_of(arguments)
-    folder = load_folder(find_tokenizer(arguments.tokenizer)) if arguments.tokenizer else None
+    folder = None
+    if arguments.tokenizer:
+        folder = load_folder(find_tokenizer(arguments.tokenizer), arguments.chat_template)
     files = open_files(
         arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs
     )
@@ -400,7 +417,9 @@ def main(arguments: argparse.Namespace) -> int:
         "sample": facts_of_sample(sample, speed),
     }
     report["encoding"] = (
-        encoding(folder, arguments.encoder, sample.batches) if folder and sample.batches else None
+        encoding(folder, arguments.encoder, sample.batches, messages=settings.messages)
+        if folder and sample.batches
+        else None
     )
     report["estimate"] = estimate(report["files"], report["sample"], report["encoding"], workers)
     if arguments.json:
@@ -428,6 +447,8 @@ def lines(report: Json) -> Iterator[str]:
             "MB/s per core"
         )
         yield f"encoder: {encoder['encoder']} ({encoder['why']}): {rates}"
+        if encoder["dropped"]:
+            yield f"  left out of the documents while encoding: {listed(encoder['dropped'])}"
     yield from _estimate(report["files"], report["sample"], report["estimate"])
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from data_prep.aliases import Json
 from data_prep.prepared.indexed import FormatError, read_index
+from data_prep.prepared.loss_mask import counting
 from data_prep.prepared.manifest import Manifest, read_manifest
 from data_prep.prepared.staging import existing_folder
 from data_prep.report.lengths import Lengths, count_lengths, draw_lengths, joined
@@ -95,6 +96,7 @@ def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> Js
             "bytes_per_token": entry.text_bytes / entry.tokens,
             "lengths": _distribution(lengths[name]),
         }
+        | ({"counted": entry.mask.counted} if entry.mask else {})
         for name, entry in manifest.splits.items()
     }
     full = {
@@ -161,6 +163,9 @@ def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> It
         if number == 0 or MARKS[number - 1] < longest:
             documents, tokens = full.at_most(mark)
             yield f"{mark:>10,}       {documents:>15.2%}{tokens:>12.2%}"
+    for name, entry in manifest.splits.items():
+        if entry.mask:
+            yield f"{name}: {counting(entry.mask.counted, entry.tokens)}"
     rows, drops = manifest.source.rows, manifest.source.dropped
     yield f"{rows:,} rows = {full.total:,} documents + {rows - full.total:,} dropped"
     for reason, number in drops.items():

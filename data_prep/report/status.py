@@ -18,6 +18,7 @@ from data_prep.aliases import Json
 from data_prep.options import check_least
 from data_prep.prepared.entries import dropped_rows, read_units, shortened, units_done
 from data_prep.prepared.layout import Plan, Unit, entry_path, read_plan
+from data_prep.prepared.loss_mask import counting
 from data_prep.prepared.manifest import read_manifest
 from data_prep.prepared.staging import existing_folder
 from data_prep.report.progress import tally_of
@@ -70,6 +71,7 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[Json, list[int]]:
     counts = tally_of(entries)
     done = sum(unit.text_bytes for unit in found)
     rate = None if merged else _rate(folder, found, now)
+    masks = [part.mask for entry in entries for part in entry.splits.values() if part.mask]
     status = {
         "merged": merged,
         "units_done": len(found),
@@ -85,6 +87,8 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[Json, list[int]]:
         "seconds_left": (total - done) / rate if rate else None,
         "tasks": [_task_status(plan, found, task, tasks) for task in range(tasks)],
     }
+    if masks:
+        status["counted"] = sum(mask.counted for mask in masks)
     return status, [unit.number for unit in plan.units if unit not in found]
 
 
@@ -118,6 +122,8 @@ def _lines(folder: Path, status: Json, missing: Sequence[int]) -> Iterator[str]:
         f"dropped ({drops})"
     )
     yield f"  {count(status['tokens'])} tokens"
+    if "counted" in status:
+        yield f"  {counting(status['counted'], status['tokens'])}"
     for task in status["tasks"]:
         yield (
             f"  task {task['task']} of {len(status['tasks'])}: {task['units_done']} of "

@@ -93,7 +93,7 @@ def _pieces(batch: pa.RecordBatch, columns: Columns) -> Iterator[pa.RecordBatch]
 
 def _sizes(path: str, file: BinaryIO, columns: Columns) -> list[tuple[int, int]]:
     """Return (rows, bytes of text) of each record batch."""
-    wanted = Columns(columns.text, columns.text)
+    wanted = Columns(columns.text, columns.text, messages=columns.messages)
     return [(len(batch), selected(batch, wanted).nbytes) for batch in _batches(path, file)]
 
 

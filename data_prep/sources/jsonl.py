@@ -18,12 +18,15 @@ from data_prep.aliases import Json
 from data_prep.sources.rows import (
     BATCH_BYTES,
     ID,
+    MESSAGES,
+    PAIR,
     ROW_BYTES,
     Columns,
     Drop,
     Rows,
     Span,
     Unreadable,
+    messages_json,
     missing_column,
 )
 from data_prep.sources.streams import DamagedStream, chunks, size_of
@@ -94,7 +97,7 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
     names = list(dict.fromkeys(name for item in head.objects for name in _names(item)))
     has_id = columns.id != ID or any(ID in item for item in head.objects)
     for name in columns.all if has_id else replace(columns, id=columns.text).all:
-        values = [_value(item, head.path(name)) for item in head.objects]
+        values = [_column(item, name, head.path(name), columns) for item in head.objects]
         if all(value is MISSING for value in values):
             where = (
                 f" in its first {len(head.objects)} lines"
@@ -103,9 +106,11 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
             )
             raise missing_column(path, name, columns, names, where)
         found = [type(value) for value in values if value is not None and value is not MISSING]
-        if name == columns.text and found and str not in found:
+        wanted = {list, dict} if columns.messages else {str}
+        if name == columns.text and found and not wanted & set(found):
+            what = "a list of messages" if columns.messages else "text"
             raise UserError(
-                f"{path}: {name!r} is {WORDS[found[0]]}, not text; name the text column with "
+                f"{path}: {name!r} is {WORDS[found[0]]}, not {what}; name the text column with "
                 "--text-column"
             )
         if name == columns.id and found and not {str, Integer} & set(found):
@@ -113,7 +118,10 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
                 f"{path}: {name!r} is {WORDS[found[0]]}, neither text nor a whole number; "
                 "name the id column with --id-column"
             )
-    texts = (_value(item, head.path(columns.text)) for item in head.objects)
+    path_of_text = head.path(columns.text)
+    texts = (_column(item, columns.text, path_of_text, columns) for item in head.objects)
+    if columns.messages:
+        texts = (messages_json(value) for value in texts if value is not MISSING)
     text = sum(len(value.encode("utf-8", "surrogatepass")) for value in texts if type(value) is str)
     return round(text / max(1, head.stored) * size_of(file)), has_id
 
@@ -249,6 +257,25 @@ def _value(item: Any, path: tuple[str, ...]) -> Any:
     return item
 
 
+def _column(item: Json, name: str, path: tuple[str, ...], columns: Columns) -> Any:
+    """Return the value of a column, or MISSING.
+
+    The messages of a row without the column may be the object of its keys PAIR.
+    """
+    value = _value(item, path)
+    pair = value is MISSING and columns.messages and name == columns.text == MESSAGES
+    return {key: item[key] for key in PAIR} if pair and set(PAIR) <= item.keys() else value
+
+
+def _whole(value: Any) -> Any:
+    """Return a JSON value in which every Integer is an int."""
+    if type(value) is Integer:
+        return int(value)
+    if type(value) is list:
+        return [_whole(each) for each in value]
+    return {key: _whole(each) for key, each in value.items()} if type(value) is dict else value
+
+
 def _names(item: Json, above: str = "") -> Iterator[str]:
     for name, value in item.items():
         yield above + name
@@ -354,6 +381,7 @@ class Gathered:
     """Accumulator that collects rows and yields them in batches."""
 
     def __init__(self, columns: Columns, head: Head) -> None:
+        self.columns = columns
         self.names, self.own = columns.all, 1 if columns.id == columns.text else 2
         self.paths = [head.path(name) for name in self.names]
         self.kinds = [head.kind(name) for name in self.names[self.own :]]
@@ -397,9 +425,17 @@ class Gathered:
         """
         names = self.names
         own = self.own
-        values = [_value(item, path) for path in self.paths]
+        values = [
+            _column(item, name, path, self.columns)
+            for name, path in zip(names, self.paths, strict=True)
+        ]
         if values[0] is MISSING:
             raise MalformedLine(f"it has no {names[0]!r}")
+        if self.columns.messages and values[0] is not None:
+            try:
+                values[0] = messages_json(_whole(values[0]))
+            except (ValueError, RecursionError) as error:
+                raise MalformedLine(f"its {names[0]!r} cannot be read: {error}") from None
         known = [None if value is MISSING else value for value in values]
         row: list[Any] = [_binary(known[0], names[0], (str,), "not text")]
         if own == 2:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,8 @@ from data_prep.sources.pages import BadHeader, pages_of
 from data_prep.sources.rows import (
     BATCH_BYTES,
     ID,
+    MESSAGES,
+    PAIR,
     ROW_BYTES,
     Columns,
     Drop,
@@ -25,6 +27,7 @@ from data_prep.sources.rows import (
     Span,
     Unreadable,
     is_text,
+    messages_json,
     missing_column,
     raise_if_memory,
 )
@@ -47,7 +50,7 @@ def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
     """
     reader = _reader(path, file)
     has_id = check_columns(path, reader.schema_arrow, columns)
-    return reader.metadata.num_rows, sum(_sizes(reader.metadata, columns.text)), has_id
+    return reader.metadata.num_rows, sum(_sizes(reader, columns)), has_id
 
 
 def check_columns(path: str, schema: pa.Schema, columns: Columns) -> bool:
@@ -56,12 +59,16 @@ def check_columns(path: str, schema: pa.Schema, columns: Columns) -> bool:
     Raises UserError if a column other than the id is missing or a column has the wrong type.
     """
     has_id = columns.id != ID or ID in schema.names
+    stored = _stored(schema.names, columns)
     for name in columns.all if has_id else replace(columns, id=columns.text).all:
+        if name == columns.text and stored == PAIR:
+            continue
         kind = _field(path, schema, name, columns).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if name == columns.text and not is_text(kind):
+        if name == columns.text and not (_is_list if columns.messages else is_text)(kind):
+            what = "a list of messages" if columns.messages else "text"
             raise UserError(
-                f"{path}: column {name!r} is {kind}, not text; name the text column with "
+                f"{path}: column {name!r} is {kind}, not {what}; name the text column with "
                 "--text-column"
             )
         if name == columns.id and not (is_text(kind) or pa.types.is_integer(kind)):
@@ -79,11 +86,12 @@ def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[
     the file cannot be read.
     """
     found: list[Span] = []
-    metadata = _reader(path, file).metadata
+    reader = _reader(path, file)
+    metadata = reader.metadata
     start = 0
     rows = 0
     text = 0
-    for group, size in enumerate(_sizes(metadata, columns.text)):
+    for group, size in enumerate(_sizes(reader, columns)):
         rows, text = rows + metadata.row_group(group).num_rows, text + size
         if text >= unit_bytes or group + 1 == metadata.num_row_groups:
             found.append(Span(start, group + 1, rows, text))
@@ -113,7 +121,7 @@ def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Ro
         done, fault = 0, "it has fewer rows than its footer says"
         try:
             for batch in gathered(
-                _pieces(reader, group, columns, _rows_per_read(file, metadata, group, columns)),
+                _pieces(reader, group, columns, _rows_per_read(file, reader, group, columns)),
                 columns,
             ):
                 yield Rows(
@@ -188,9 +196,10 @@ def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
     ]
 
 
-def _sizes(metadata: pq.FileMetaData, column: str) -> list[int]:
-    """Return the uncompressed bytes of a column in each row group."""
-    wanted = _leaves(metadata, [column])
+def _sizes(reader: pq.ParquetFile, columns: Columns) -> list[int]:
+    """Return the uncompressed bytes of the text in each row group."""
+    metadata = reader.metadata
+    wanted = _leaves(metadata, _stored(reader.schema_arrow.names, columns))
     groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
     return [sum(group.column(i).total_uncompressed_size for i in wanted) for group in groups]
 
@@ -198,12 +207,14 @@ def _sizes(metadata: pq.FileMetaData, column: str) -> list[int]:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, columns: Columns) -> int:
+def _rows_per_read(file: BinaryIO, reader: pq.ParquetFile, group: int, columns: Columns) -> int:
     """Return the number of rows of a row group to read at once, so that HELD_BYTES suffice.
 
     Raises pa.ArrowInvalid if a page is too large to be read.
     """
-    chunks = [metadata.row_group(group).column(i) for i in _leaves(metadata, columns.all)]
+    metadata = reader.metadata
+    names = _stored_all(reader.schema_arrow.names, columns)
+    chunks = [metadata.row_group(group).column(i) for i in _leaves(metadata, names)]
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
     rows = min(MAX_ROWS, max(1, READ_BYTES * metadata.row_group(group).num_rows // max(1, size)))
     # With a dictionary, every row may be the largest value.
@@ -228,7 +239,7 @@ def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, column
 def _pieces(
     reader: pq.ParquetFile, group: int, columns: Columns, rows: int
 ) -> Iterator[pa.RecordBatch]:
-    names = columns.all
+    names = _stored_all(reader.schema_arrow.names, columns)
     for batch in reader.iter_batches(
         batch_size=rows, row_groups=[group], columns=list(names), use_threads=False
     ):
@@ -238,7 +249,53 @@ def _pieces(
 def selected(batch: pa.RecordBatch, columns: Columns) -> pa.RecordBatch:
     """Return the columns of a batch that are read, without dictionaries."""
     names = list(columns.all)
-    return pa.RecordBatch.from_arrays([_column(batch, name) for name in names], names=names)
+    arrays = [
+        _messages(batch, columns)
+        if columns.messages and name == columns.text
+        else _column(batch, name)
+        for name in names
+    ]
+    return pa.RecordBatch.from_arrays(arrays, names=names)
+
+
+def _messages(batch: pa.RecordBatch, columns: Columns) -> pa.LargeStringArray:
+    """Return the messages of each row as JSON, null if the row has none."""
+    stored = _stored(batch.schema.names, columns)
+    arrays = [_column(batch, name).to_pylist() for name in stored]
+    rows = arrays[0]
+    if stored == PAIR:
+        rows = [dict(zip(PAIR, values, strict=True)) for values in zip(*arrays, strict=True)]
+    return pa.array(
+        [None if row is None else messages_json(_without_nulls(row)) for row in rows],
+        pa.large_string(),
+    )
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the null fields of its structs.
+
+    A column has the fields of all its messages; those that a message lacks are null.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return value
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _stored(names: Sequence[str], columns: Columns) -> tuple[str, ...]:
+    """Return the columns of a file that contain its text: the text column, or PAIR."""
+    pair = columns.messages and columns.text == MESSAGES and MESSAGES not in names
+    return PAIR if pair and set(PAIR) <= set(names) else (columns.text,)
+
+
+def _stored_all(names: Sequence[str], columns: Columns) -> tuple[str, ...]:
+    own = _stored(names, columns)
+    return tuple(dict.fromkeys((*own, *(name for name in columns.all if name != columns.text))))
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:

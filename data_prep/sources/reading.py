@@ -45,6 +45,8 @@ def open_found(
     """
     if paragraphs and not any(file.is_text for file in found):
         raise UserError("--paragraphs goes with .txt inputs, and there are none")
+    if columns.messages and any(file.is_text for file in found):
+        raise UserError("--messages goes with JSONL, parquet and Arrow inputs, not with .txt files")
     with ThreadPoolExecutor(OPEN_AT_ONCE) as pool:
         opening: list[Future[SourceFile]] = []
         for (text, folder), files in itertools.groupby(

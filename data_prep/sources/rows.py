@@ -5,6 +5,7 @@ They do not depend on the file format.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from fem_common.errors import UserError
 from fem_common.text import first_few, nearest, one_line
 
 ID = "id"  # only an id column with this name may be missing
+MESSAGES, PAIR = "messages", ("prompt", "completion")  # columns of conversations
 BATCH_BYTES = 4 << 20  # maximum size of a batch, unless a single row is larger
 ROW_BYTES = 100  # added to the size of each row, so that empty texts fill a batch too
 
@@ -30,11 +32,16 @@ class Columns:
 
     ``extra`` are the columns that filters and the mask require in addition to text and id. ``a.b``
     is the field b of the column a, unless a column has the name ``a.b`` itself.
+
+    If ``messages``, the text column contains lists of messages, which the readers return as JSON.
+    A file without the column ``messages`` may have ``PAIR`` instead: the text is then the JSON
+    object of these two columns.
     """
 
     text: str = "text"
     id: str = ID
     extra: tuple[str, ...] = ()
+    messages: bool = False
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -170,7 +177,8 @@ def missing_column(
     listed = first_few(names, NAMED)
     hints = [f"did you mean {near!r}?"] if near else []
     if name == columns.text:
-        hints = hints or ["name it with --text-column"]
+        pair = f", or have {' and '.join(PAIR)}" if columns.messages and name == MESSAGES else ""
+        hints = hints or [f"name it with --text-column{pair}"]
     elif name == columns.id:
         hints += [
             f"name it with --id-column, or --id-column {columns.text} to split by the text itself"
@@ -191,7 +199,10 @@ class Drop(StrEnum):
     INVALID_UTF8 = "invalid_utf8"  # lone surrogates too
     NULL_ID = "null_id"
     NO_TOKENS = "no_tokens"
-    CONTAINS_EOD = "contains_eod"  # the tokenizer encodes plain text as EOD
+    CONTAINS_EOD = "contains_eod"  # EOD before the end: of plain text, or written by a template
+    NOT_MESSAGES = "not_messages"  # no list of messages with role and content
+    TEMPLATE_FAILED = "template_failed"  # the chat template refuses the messages, or rewrites them
+    NOTHING_COUNTS = "nothing_counts"  # no token of an assistant's message
     UNREADABLE = "unreadable"  # the rest of a damaged row group
     # The rest of a truncated or damaged stream: one drop for an unknown number of rows.
     CUT_OFF = "cut_off"
@@ -270,6 +281,11 @@ class Tally:
         self.text_bytes += other.text_bytes
         self.dropped += other.dropped
         return self
+
+
+def messages_json(value: Any) -> str:
+    """Return the messages of a row as JSON text."""
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def raise_if_memory(error: Exception) -> None:

@@ -11,7 +11,7 @@ import argparse
 import hashlib
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -51,6 +51,7 @@ from data_prep.prepared.layout import (
     read_plan,
     shard_prefix,
 )
+from data_prep.prepared.loss_mask import MaskEntry, MaskWriter, counting
 from data_prep.prepared.manifest import (
     Manifest,
     MergedEntry,
@@ -183,31 +184,42 @@ def _merge_split(
     text_bytes = sum(part.text_bytes for _, part in shards)
     idx_bytes, idx_sha256 = write_index(index, documents, dtype, lengths)
     hashes, sizes = (bin_sha256, idx_sha256), (writer.bytes, idx_bytes)
-    ids = _merge_ids(split, with_ending(target, "ids"), out, shards)
+    ids = mask = None
+    if parts := _parts((unit, part.ids) for unit, part in shards):
+        with closing(IdsWriter(with_ending(target, "ids"))) as lines:
+            _copy_other(lines, "ids", split, out, parts)
+            ids = lines.finish()
+    if parts := _parts((unit, part.mask) for unit, part in shards):
+        with closing(MaskWriter(with_ending(target, "mask"))) as bytes_of_mask:
+            _copy_other(bytes_of_mask, "mask", split, out, parts)
+            mask = bytes_of_mask.finish()
     return MergedEntry(
-        documents, tokens, text_bytes, *hashes, *sizes, sample_digest(binary), ids=ids
+        documents, tokens, text_bytes, *hashes, *sizes, sample_digest(binary), ids=ids, mask=mask
     )
 
 
-def _merge_ids(
-    split: str, target: Path, out: Path, shards: Sequence[tuple[Unit, SplitEntry]]
-) -> IdsEntry | None:
-    """Write the merged .ids file of a split and return its record, or None if a shard has no ids.
+Parts = list[tuple[Unit, IdsEntry | MaskEntry]]
+
+
+def _parts(shards: Iterable[tuple[Unit, IdsEntry | MaskEntry | None]]) -> Parts:
+    """Return the records of the files of units, or an empty list if a unit has no such file."""
+    records = list(shards)
+    parts = [(unit, entry) for unit, entry in records if entry]
+    return parts if len(parts) == len(records) else []
+
+
+def _copy_other(writer: HashedWriter, kind: str, split: str, out: Path, parts: Parts) -> None:
+    """Concatenate the .ids or .mask files of units.
 
     The error for a damaged file is a UserError that names the file.
     """
-    parts = [(unit, part.ids) for unit, part in shards if part.ids]
-    if len(parts) < len(shards):
-        return None
-    with closing(IdsWriter(target)) as writer:
-        for unit, ids in parts:
-            path = with_ending(shard_prefix(out, unit, split), "ids")
-            try:
-                for block in _blocks(path, ids.bytes, ids.sha256):
-                    writer.write(block)
-            except (FormatError, FileNotFoundError) as error:
-                raise _again(out, unit, error) from None
-        return writer.finish()
+    for unit, entry in parts:
+        path = with_ending(shard_prefix(out, unit, split), kind)
+        try:
+            for block in _blocks(path, entry.bytes, entry.sha256):
+                writer.write(block)
+        except (FormatError, FileNotFoundError) as error:
+            raise _again(out, unit, error) from None
 
 
 def _again(out: Path, unit: Unit, error: FormatError | FileNotFoundError) -> UserError:
@@ -275,7 +287,7 @@ def _bytes(entries: Sequence[UnitEntry], *kinds: str) -> int:
 
 
 def _check_space(out: Path, entries: Sequence[UnitEntry]) -> None:
-    wanted = _bytes(entries, "bin", "ids") + index_bytes_of(
+    wanted = _bytes(entries, "bin", "ids", "mask") + index_bytes_of(
         sum(entry.documents for entry in entries)
     )
     free = shutil.disk_usage(out).free
@@ -307,6 +319,8 @@ def _report(out: Path, manifest: Manifest) -> None:
             f"{out / name}: {entry.documents:,} documents, {tokens} "
             f"({entry.text_bytes / entry.tokens:.2f} bytes per token)"
         )
+        if entry.mask:
+            print(f"  {counting(entry.mask.counted, entry.tokens)}")
     written = sum(entry.documents for entry in manifest.splits.values())
     drops, rows = listed(manifest.source.dropped) or "none", manifest.source.rows
     print(

@@ -78,6 +78,7 @@ class Request:
     subset: str | None
     paragraphs: bool
     tokenizer: str | None
+    chat_template: Path | None
     out: Path
     unit_mb: float
     overwrite: bool
@@ -144,7 +145,11 @@ def make_plan(request: Request) -> tuple[Plan, TokenizerFolder]:
             "on the Hub"
         )
     settings = request.settings
-    tokenizer = load_folder(find_tokenizer(request.tokenizer))
+    tokenizer = load_folder(find_tokenizer(request.tokenizer), request.chat_template)
+    if settings.messages:
+        from data_prep.encode.chat import Chat
+
+        settings = replace(settings, template_sha256=Chat(tokenizer).template_sha256)
     files = open_found(_inputs(request), settings.columns, paragraphs=request.paragraphs)
     files = [
         file if "://" in file.path else replace(file, path=os.path.abspath(file.path))
@@ -321,14 +326,19 @@ def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
     foreign = [
         copy / name
         for name in TOKENIZER_FILES
-        if (copy / name).exists() and not _same_file(tokenizer.path / name, copy / name)
+        if (copy / name).exists() and not same_file(tokenizer.file(name), copy / name)
     ]
     written = [out / name for name in (MANIFEST, *PAIRS, UNITS, SHARDS)]
     return [path for path in (*written, *foreign) if path.exists()]
 
 
-def _same_file(one: Path, other: Path) -> bool:
-    return one.is_file() and (one.samefile(other) or one.read_bytes() == other.read_bytes())
+def same_file(one: Path, other: Path) -> bool:
+    """Return True if two files exist with the same content."""
+    return (
+        one.is_file()
+        and other.is_file()
+        and (one.samefile(other) or one.read_bytes() == other.read_bytes())
+    )
 
 
 def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
@@ -337,12 +347,12 @@ def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
     Other files in that folder are kept.
     """
     copy = out / TOKENIZER
-    if copy.exists() and copy.samefile(tokenizer.path):
+    if not tokenizer.template and copy.exists() and copy.samefile(tokenizer.path):
         return
     copy.mkdir(exist_ok=True)
     for name in TOKENIZER_FILES:
         if name in tokenizer.files:
-            write_atomically(copy / name, (tokenizer.path / name).read_bytes())
+            write_atomically(copy / name, tokenizer.file(name).read_bytes())
         else:
             (copy / name).unlink(missing_ok=True)
 
@@ -367,10 +377,10 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
     if old.tokenizer != new.tokenizer:
         yield "another tokenizer"
     there, now = (plan.settings.deciding() for plan in (old, new))
-    differing = [name for name in now if there.get(name) != now[name]]
+    differing = [name for name in there | now if there.get(name) != now.get(name)]
     for name in differing:
         if not name.startswith("mask"):
-            values = f"{_shown(there.get(name))} in the plan, {_shown(now[name])} now"
+            values = f"{_shown(there.get(name))} in the plan, {_shown(now.get(name))} now"
             yield f"another --{option_of(name)} ({values})"
     if any(name.startswith("mask") for name in differing):
         yield "another --mask"
@@ -387,7 +397,9 @@ def option_of(name: str) -> str:
     """Return the option, without the dashes, that sets a field of the settings or of a request."""
     if name.startswith("mask"):
         return "mask"
-    return {"languages": "language"}.get(name, name).replace("_", "-")
+    return {"languages": "language", "template_sha256": "chat-template"}.get(name, name).replace(
+        "_", "-"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -397,8 +409,9 @@ def _shown(value: Any) -> str:
 
 
 def disk_bytes(plan: Plan, text_bytes: int) -> int:
-    """Return the approximate bytes of the encoded ids of ``text_bytes`` bytes of text."""
-    return text_bytes // BYTES_PER_TOKEN * np.dtype(dtype_name(plan.tokenizer.vocab_size)).itemsize
+    """Return the approximate bytes of ids and mask of ``text_bytes`` bytes of text."""
+    width = np.dtype(dtype_name(plan.tokenizer.vocab_size)).itemsize + plan.settings.messages
+    return text_bytes // BYTES_PER_TOKEN * width
 
 
 def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:

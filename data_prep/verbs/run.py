@@ -25,8 +25,8 @@ import numpy as np
 import pyarrow.compute as pc
 
 from data_prep.encode.documents import Settings
-from data_prep.encode.encoders import choose
-from data_prep.encode.tokenizer import find_tokenizer, load_folder
+from data_prep.encode.encoders import chat, choose
+from data_prep.encode.tokenizer import CHAT_TEMPLATE, find_tokenizer, load_folder
 from data_prep.encode.workers import run_units
 from data_prep.options import add_encoder_argument, check_least, worker_count
 from data_prep.prepared.entries import add_max_bad_argument, parse_max_bad, sound_entry
@@ -54,6 +54,7 @@ from data_prep.verbs.plan import (
     notes,
     option_of,
     request_of,
+    same_file,
     settle,
     unmasked,
 )
@@ -191,7 +192,7 @@ def _continued(request: Request) -> Plan:
     other = [
         name
         for name, value in request.settings.deciding().items()
-        if value not in (planned[name], default[name])
+        if value not in (planned.get(name), default.get(name))
     ]
     unit_bytes = round(request.unit_mb * 1e6)
     kinds = {file.kind for file in plan.files}
@@ -202,6 +203,8 @@ def _continued(request: Request) -> Plan:
         "unit_mb": unit_bytes not in (plan.unit_bytes, round(UNIT_MB * 1e6)),
         "tokenizer": request.tokenizer
         and identity(load_folder(find_tokenizer(request.tokenizer))) != plan.tokenizer,
+        "chat_template": request.chat_template
+        and not same_file(request.chat_template, request.out / TOKENIZER / CHAT_TEMPLATE),
     }
     other += [name for name, differs in differing.items() if differs]
     if other:
@@ -237,9 +240,11 @@ def encode(
         return
     if not checked:
         check_inputs(plan, waiting)
-    choice = choose(
-        load_folder(out / TOKENIZER), encoder, samples(plan, waiting[0]) if encoder != "hf" else []
-    )
+    tokenizer = load_folder(out / TOKENIZER)
+    if plan.settings.messages:
+        choice = chat(tokenizer, encoder, plan.settings.template_sha256)
+    else:
+        choice = choose(tokenizer, encoder, samples(plan, waiting[0]) if encoder != "hf" else [])
     print(f"encoder: {choice.name} ({choice.why})")
     workers = min(workers, len(waiting))
     print(

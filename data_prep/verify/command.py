@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.aliases import Advance
+from data_prep.encode.encoders import make
 from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
 from data_prep.options import check_least
@@ -146,6 +147,7 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
     plan, entries = None, list[UnitEntry]()
     try:
         plan = _sound_plan(folder)
+        report.add(template_faults(folder, plan), PUT_BACK)
     except UserError as error:
         report.add([str(error)])
     try:
@@ -201,6 +203,7 @@ def verify_units(folder: Path, sample: int) -> Report:
         return report
     recorded = TokenizerEntry(TOKENIZER, **asdict(plan.tokenizer))
     report.add(tokenizer_faults(folder / TOKENIZER, recorded), PUT_BACK)
+    report.add(template_faults(folder, plan), PUT_BACK)
     entries, missing, faults = units_done(folder, plan)
     report.add([*faults, *[missing_units(folder, plan, missing)] * bool(missing)])
     parts = [part for entry in entries for part in entry.splits.values()]
@@ -238,6 +241,15 @@ def tokenizer_faults(folder: Path, recorded: TokenizerEntry) -> Iterator[str]:
     ):
         if found != wanted:
             yield f"{tokenizer.path}: its {what} {found}, the manifest says {wanted}"
+
+
+def template_faults(folder: Path, plan: Plan) -> Iterator[str]:
+    """Yield the fault of the chat template of conversations, if it is not that of the plan."""
+    if plan.settings.messages:
+        try:
+            make(load_folder(folder / TOKENIZER), "chat", plan.settings.template_sha256)
+        except UserError as error:
+            yield str(error)
 
 
 def manifest_faults(
@@ -300,6 +312,12 @@ def _summed(recorded: MergedEntry, name: str, entries: list[UnitEntry]) -> Merge
     ids = None
     if parts and len(sizes) == len(parts):
         ids = IdsEntry(sum(sizes), recorded.ids.sha256 if recorded.ids else "")
+    masks = [part.mask for part in parts if part.mask]
+    mask = None
+    if masks:
+        known = recorded.mask or masks[0]
+        counted = sum(part.counted for part in masks)
+        mask = replace(known, bytes=sum(part.bytes for part in masks), counted=counted)
     return replace(
         recorded,
         documents=documents,
@@ -308,6 +326,7 @@ def _summed(recorded: MergedEntry, name: str, entries: list[UnitEntry]) -> Merge
         bin_bytes=sum(part.bin_bytes for part in parts),
         idx_bytes=index_bytes_of(documents),
         ids=ids,
+        mask=mask,
     )
 
 

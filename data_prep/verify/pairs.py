@@ -27,6 +27,7 @@ from data_prep.prepared.indexed import (
     sample_digest,
     with_ending,
 )
+from data_prep.prepared.loss_mask import MaskEntry
 from data_prep.prepared.manifest import MergedEntry, SplitEntry
 
 BLOCK_BYTES = 1 << 25
@@ -64,7 +65,11 @@ def pair_faults(
         yield from _ids_faults(
             with_ending(prefix, "ids"), entry.ids, entry.documents, record, advance
         )
-    if missing - {"ids"}:
+    if entry.mask and "mask" not in missing:
+        yield from _mask_faults(
+            with_ending(prefix, "mask"), entry.mask, entry.tokens, record, advance
+        )
+    if missing - {"ids", "mask"}:
         return
     index = None
     try:
@@ -95,6 +100,31 @@ def _ids_faults(
         yield f"{path}: content differs from {record}'s hash"
     elif lines != documents or unread not in (b"", b"\n"):
         yield f"{path}: {lines} ids for {documents} documents"
+
+
+def _mask_faults(
+    path: Path, mask: MaskEntry, tokens: int, record: str, advance: Advance
+) -> Iterator[str]:
+    digest = hashlib.sha256()
+    counted = size = others = 0
+    with path.open("rb", buffering=0) as stream:
+        while block := stream.read(BLOCK_BYTES):
+            digest.update(block)
+            advance(len(block))
+            values = np.frombuffer(block, np.uint8)
+            size += len(block)
+            counted += int(np.count_nonzero(values == 1))
+            others += int(np.count_nonzero(values > 1))
+    if digest.hexdigest() != mask.sha256:
+        yield f"{path}: content differs from {record}'s hash"
+    elif sample_digest(path) != mask.sample:
+        yield f"{path}: its sample differs from {record}'s, though the hash agrees"
+    if others:
+        yield f"{path}: {others} bytes are neither 0 nor 1"
+    if size != tokens:
+        yield f"{path}: {size} bytes for {tokens} tokens"
+    if counted != mask.counted:
+        yield f"{path}: {counted} tokens count, {record} says {mask.counted}"
 
 
 def _index_faults(

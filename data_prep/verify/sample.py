@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_prep.aliases import Advance, AnyArray, Int64Array
+from data_prep.aliases import Advance, AnyArray, Int64Array, Uint8Array
 from data_prep.encode.documents import Selection
 from data_prep.encode.encoders import Encoder, first_unequal, make
 from data_prep.encode.splits import SPLITS
@@ -33,7 +33,13 @@ from fem_common.errors import reason as reason_of
 
 FROM_A_UNIT = 10
 WHILE_READING = (Drop.UNREADABLE, Drop.MALFORMED, Drop.CUT_OFF)
-WHILE_ENCODING = (Drop.NO_TOKENS, Drop.CONTAINS_EOD)
+WHILE_ENCODING = (
+    Drop.NO_TOKENS,
+    Drop.CONTAINS_EOD,
+    Drop.NOT_MESSAGES,
+    Drop.TEMPLATE_FAILED,
+    Drop.NOTHING_COUNTS,
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,8 @@ def check_sample(data: Checked, number: int) -> Result:
     chosen = draw_numbers(plan, entries, number)
     try:
         selection = Selection(plan.settings)
-        encoder = make(load_folder(data.folder / TOKENIZER), "hf")
+        kind, template = "chat" if plan.settings.messages else "hf", plan.settings.template_sha256
+        encoder = make(load_folder(data.folder / TOKENIZER), kind, template)
     except UserError as error:
         result.unchecked[str(error)] = [unit.number for unit, _ in chosen]
         return result
@@ -191,6 +198,8 @@ def _draw(
     for name in SPLITS:
         part = entry.splits.get(name)
         recorded = (part.documents, part.text_bytes) if part else (0, 0)
+        if selection.settings.messages:  # the recorded bytes are those of the rendered text
+            text_bytes[name] = recorded[1]
         if (seen[name], text_bytes[name]) != recorded:
             given = f"{seen[name]} documents, {text_bytes[name]} bytes for {name}"
             result.faults.append(
@@ -235,17 +244,29 @@ class Written:
         start = int(index.pointers[number]) // tokens.itemsize
         return tokens[start : start + int(index.lengths[number])]
 
+    def mask(self, prefix: Path, number: int) -> Uint8Array:
+        """Return the mask of document ``number`` of the pair that ``ids`` has opened."""
+        assert self._open is not None
+        _, index, tokens = self._open
+        start = int(index.pointers[number]) // tokens.itemsize
+        length = int(index.lengths[number])
+        return np.fromfile(with_ending(prefix, "mask"), np.uint8, length, offset=start)
+
     def compare(self, document: Drawn, unit: Unit) -> None:
         """Encode the text of a document of a unit and add the outcome to the result."""
         plan, text = self.data.plan, pa.array([document.text], pa.large_string())
-        expected = np.append(self.encoder.encode(text).ids, plan.tokenizer.eod_id)
+        encoded = self.encoder.encode(text)
+        expected = np.append(encoded.ids, plan.tokenizer.eod_id)
         prefix, number = self.place(unit, document.split, document.number)
         found = self.ids(prefix, number)
         self.result.compared += 1
+        ending = "bin"
+        if encoded.mask is not None and np.array_equal(found, expected):
+            ending, found, expected = "mask", self.mask(prefix, number), encoded.mask
         if not np.array_equal(found, expected):
             at, path = first_unequal(found, expected), plan.files[unit.file].path
             what = f"document {number} (unit {unit.number}, place {document.place} of {path})"
             self.result.faults.append(
-                f"{with_ending(prefix, 'bin')}: {what} is not what Hugging Face tokenizers makes "
+                f"{with_ending(prefix, ending)}: {what} is not what Hugging Face tokenizers makes "
                 f"of its text, from id {at} on"
             )

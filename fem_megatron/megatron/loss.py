@@ -76,6 +76,14 @@ def add_z_loss(chunk: GPTModel, weight: float) -> None:
     chunk.compute_language_model_loss = losses
 
 
+def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum over the counted tokens of losses [b, s]; a sum is returned unchanged.
+
+    mask: [b, s], 1 where a token counts.
+    """
+    return (losses.float() * mask).sum() if losses.ndim else losses
+
+
 Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Function that computes the losses [b, s], float32.
 

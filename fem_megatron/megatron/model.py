@@ -10,6 +10,7 @@ import hashlib
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import fusions, platform
 from fem_megatron.megatron.graphs import graph_layers
 from fem_megatron.megatron.loss import add_z_loss, sum_in_chunks
+from fem_megatron.megatron.mtp import MtpModel
 from fem_megatron.megatron.offload import offload
 from fem_megatron.megatron.specs import block_spec
 from fem_megatron.mup import outer_weights, starts_from
@@ -119,13 +121,13 @@ def build(
         if layout.virtual_pipeline_model_parallel_size is None
         else range(layout.virtual_pipeline_model_parallel_size)
     )
+    split, fp8 = layout.context_parallel_kind, layout.fp8 != "none"
+    kind = partial(MtpModel, model=model, split=split, fp8=fp8) if model.mtp_depth else GPTModel
     chunks = []
     for stage in stages:
-        chunk = GPTModel(
+        chunk = kind(
             config,
-            block_spec(
-                model, config, stage, layout.context_parallel_kind, fp8=layout.fp8 != "none"
-            ),
+            block_spec(model, config, stage, split, fp8=fp8),
             vocab_size=model.padded_vocab_size(),
             max_sequence_length=seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(
@@ -156,7 +158,7 @@ def build(
             graph_layers(chunk.decoder)
         chunks.append(chunk)
     # used only for the width of pipeline messages after this point
-    config.hidden_size = model.stream_size
+    config.hidden_size = model.stream_size * (1 + model.mtp_depth)
     return chunks
 
 

@@ -111,23 +111,34 @@ class MegatronBlock(Block):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the layer's parameters for a sharded checkpoint: prefixed name -> sharded tensor.
+        """Return the layer's parameters for a sharded checkpoint, see `sharded_parameters`."""
+        return sharded_parameters(self, self.pg_collection, prefix, sharded_offsets)
 
-        A parameter is split along its weight's dimension ``split``, or replicated if that is None.
-        """
-        groups = {"tp_group": self.pg_collection.tp, "dp_cp_group": self.pg_collection.dp_cp}
-        sharded: dict[str, Any] = {}
-        for name, weight in self.named_parameters():
-            key, split = prefix + name, weight.spec.split  # type: ignore[attr-defined]
-            if split is None:
-                sharded[key] = make_sharded_tensor_for_checkpoint(
-                    weight, key, prepend_offsets=sharded_offsets, **groups
-                )
-            else:
-                sharded[key] = make_tp_sharded_tensor_for_checkpoint(
-                    weight, key, tp_axis=split, prepend_offsets=sharded_offsets, **groups
-                )
-        return sharded
+
+def sharded_parameters(
+    module: torch.nn.Module,
+    groups: ProcessGroupCollection,
+    prefix: str = "",
+    offsets: tuple[Any, ...] = (),
+) -> dict[str, Any]:
+    """Return a module's parameters for a sharded checkpoint: prefixed name -> sharded tensor.
+
+    A parameter is split along its weight's dimension ``split``, or replicated if that is None.
+    """
+    common: dict[str, Any] = {
+        "prepend_offsets": offsets,
+        "tp_group": groups.tp,
+        "dp_cp_group": groups.dp_cp,
+    }
+    sharded: dict[str, Any] = {}
+    for name, weight in module.named_parameters():
+        key, split = prefix + name, weight.spec.split  # type: ignore[attr-defined]
+        sharded[key] = (
+            make_sharded_tensor_for_checkpoint(weight, key, **common)
+            if split is None
+            else make_tp_sharded_tensor_for_checkpoint(weight, key, tp_axis=split, **common)
+        )
+    return sharded
 
 
 def layer_spec(mixer: str, model: ModelConfig, layer: int = 0) -> ModuleSpec:

@@ -27,7 +27,7 @@ _ANEW = (
     "checkpoint.load={checkpoint}"
 )
 _ORDER = "was written with another order of samples: " + _ANEW
-_WEIGHTS = re.compile(r"model\.(?!rope_scaling\.)")
+_WEIGHTS = re.compile(r"model\.(?!rope_scaling\.|mtp_loss_weight$)")
 _OPTIMIZER = (
     "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine "
     "{engine}{plain} --out ANOTHER_RUN_DIR"
@@ -43,6 +43,7 @@ RULES: dict[str, str] = {
         "is of another model: {keys}; restore it, or choose another run_dir or checkpoint.load"
     ),
     "model.attention_backend": TOLD,
+    "model.mtp_loss_weight": TOLD,
     "model.rope_scaling": (
         "was trained with another RoPE: {keys}; restore it, or continue in another folder with "
         "--fork"
@@ -156,7 +157,7 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
 
 
 def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig) -> None:
-    """Raise ConfigError if a key of the model section other than its RoPE scaling has changed.
+    """Raise ConfigError if a key of the model section has changed that the weights depend on.
 
     This is the condition for loading weights from another run.
     """

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, _MMapBinReader
 from megatron.core.datasets.utils import Split, compile_helpers
 
 from fem_common.errors import ConfigError
@@ -45,6 +45,8 @@ from pretrain.data.store_reader import StoredFile, StoreReader
 Batch = dict[str, Any]
 # Fields of a sample; the samples of a blend also name their source.
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+_COUNTED = "counted"  # 1 for a label that the loss mask of its source counts
+_UNCOUNTED = 1 << 40  # added to the ids that do not count, which are below 2**32
 _AHEAD = 16  # micro-batches requested from a store before they are used
 # Samples above which building the index cache is announced; fewer take about a second.
 ANNOUNCED_SAMPLES = 1_000_000
@@ -123,6 +125,11 @@ def build_datasets(
     kind = _separate_documents(kind, needs) if needs else kind
     built = _fill(cache, kind, settings, sizes, log)
     train, valid, _ = _open(cache.folder, kind, settings, sizes)
+    masked = {source.prefix for source in contents.sources if source.mask}
+    for blend in filter(None, (train, valid)):
+        for source in getattr(blend, "datasets", [blend]):
+            if source.dataset_path in masked:
+                source.dataset.bin_reader = _Masked(source, reader)
     return Datasets(
         train, valid, train_samples, cache.folder, built, reader, Ends.of(config.data, eod_id)
     )
@@ -153,6 +160,11 @@ class Ends:
         )
         return made if made.separate or made.positions or not made.loss else None
 
+    def found(self, batch: Batch) -> torch.Tensor:
+        """Return the positions after which no document continues, [b, s] bool."""
+        ends, after = batch["tokens"] == self.eod_id, batch["loss_mask"] == 0
+        return (ends & ~after) | (after & ~F.pad(after[:, :-1], (1, 0)))  # padding is one document
+
     def applied(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Return the ``context`` for the model's mixers, and update the loss mask of ``batch``.
 
@@ -160,9 +172,7 @@ class Ends:
         ``batch["loss_mask"]``. The batch is on the CPU, the context on ``device``. Return {} if the
         mixers need no context.
         """
-        # Positions after which no document continues.
-        ends, after = batch["tokens"] == self.eod_id, batch["loss_mask"] == 0
-        ends = (ends & ~after) | (after & ~F.pad(after[:, :-1], (1, 0)))  # padding is one document
+        ends = self.found(batch)
         if not self.loss:
             batch["loss_mask"] = batch["loss_mask"].masked_fill(ends, 0.0)
         if not (self.separate or self.positions):
@@ -174,6 +184,28 @@ class Ends:
                 documents=documents if self.separate else None,
             )
         }
+
+
+def look_ahead(batch: Batch, depth: int, ends: torch.Tensor | None) -> Batch:
+    """Return the labels and loss masks of ``depth`` modules of multi-token prediction.
+
+    Both fields are [depth * b, s], module after module (`fem_megatron.megatron.mtp.Ahead`). A
+    prediction counts if its token counts in the main loss, and if no document ends before the last
+    token that the module reads.
+
+    ends: positions after which no document continues, [b, s]; None if predictions may cross them.
+    """
+    labels, mask = batch["labels"], batch["loss_mask"]
+    crossed = torch.zeros_like(labels, dtype=torch.bool)
+    found: Batch = {"labels_ahead": [], "mask_ahead": []}
+    for _ in range(depth):
+        if ends is not None:
+            crossed = crossed | ends
+            ends = F.pad(ends[:, 1:], (0, 1))
+        labels, mask = (F.pad(field[:, 1:], (0, 1)) for field in (labels, mask))
+        found["labels_ahead"].append(labels)
+        found["mask_ahead"].append(mask.masked_fill(crossed, 0.0))
+    return {key: torch.cat(fields) for key, fields in found.items()}
 
 
 class PackedGPTDataset(GPTDataset):
@@ -239,6 +271,33 @@ class PackedGPTDataset(GPTDataset):
             "loss_mask": counts[1:],
             "position_ids": torch.arange(length),
         }
+
+
+class _Masked:
+    """A .bin file with its loss mask, in the interface of `StoredFile`.
+
+    _UNCOUNTED is added to the ids that do not count in the loss (`_counted` subtracts it), so that
+    the mask passes through Megatron's datasets.
+    """
+
+    def __init__(self, source: GPTDataset, reader: StoreReader) -> None:
+        self.ids, path = source.dataset.bin_reader, source.dataset_path
+        self.mask = (
+            StoredFile(reader, path, mask=True) if is_url(path) else _MMapBinReader(f"{path}.mask")
+        )
+
+    def read(self, dtype: Any, count: int, offset: int) -> np.ndarray[Any, Any]:
+        """Return ``count`` ids from byte ``offset`` of the .bin on, int64 [count]."""
+        ids = self.ids.read(dtype, count, offset).astype(np.int64)
+        mask = self.mask.read(np.uint8, count, offset // np.dtype(dtype).itemsize)
+        return ids + _UNCOUNTED * (mask == 0)
+
+
+def _counted(sample: Batch) -> Batch:
+    """Return a sample with its ids and the field ``counted``, float32 (see `_Masked`)."""
+    uncounted = {key: sample[key] > _UNCOUNTED // 2 for key in ("tokens", "labels")}
+    ids = {key: sample[key] - _UNCOUNTED * flags for key, flags in uncounted.items()}
+    return sample | ids | {_COUNTED: (~uncounted["labels"]).float()}
 
 
 def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
@@ -408,13 +467,16 @@ def batches(
     device: torch.device,
     reader: StoreReader | None = None,
     ends: Ends | None = None,
+    mtp_depth: int = 0,
 ) -> Iterator[Batch]:
     """Yield endless micro-batches of this data-parallel rank from position ``first_sample`` on.
 
     Every global batch takes consecutive samples; within it, rank r of d takes micro-batches r, r +
     d, r + 2d, ... so that the samples of a step do not depend on the layout. Tensors are int64
-    [micro_batch_size, seq_length / CP]; loss_mask is float32. ``reader``: the datasets' reader,
-    which requests samples before they are used. ``ends``: see `Ends.applied`.
+    [micro_batch_size, seq_length / CP]; loss_mask is float32, 0 for labels that a source's mask
+    excludes. ``reader``: the datasets' reader, which requests samples before they are used.
+    ``ends``: see `Ends.applied`. ``mtp_depth``: number of modules of multi-token prediction, whose
+    fields are added (`look_ahead`).
     """
     rank = parallel_state.get_data_parallel_rank()
     size = parallel_state.get_data_parallel_world_size()
@@ -429,10 +491,19 @@ def batches(
                 for i in range(micro_batch_size):
                     dataset[(planned + i) % len(dataset)]
             planned += size * micro_batch_size
-        samples = [dataset[(position + i) % len(dataset)] for i in range(micro_batch_size)]
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in FIELDS}
+        samples = [
+            _counted(dataset[(position + i) % len(dataset)]) for i in range(micro_batch_size)
+        ]
+        batch = {
+            key: torch.stack([sample[key] for sample in samples]) for key in (*FIELDS, _COUNTED)
+        }
         _check_ids(batch, samples, dataset)
+        cuts = ends.found(batch) if ends and (ends.separate or not ends.loss) else None
         known = {} if ends is None else ends.applied(batch, device)
+        # After `ends`, which find padding by the loss mask.
+        batch["loss_mask"] = batch["loss_mask"] * batch.pop(_COUNTED)
+        if mtp_depth:
+            batch |= look_ahead(batch, mtp_depth, cuts)
         if parallel_state.get_context_parallel_world_size() > 1:
             batch, known = _own_part(batch, known)
         if device.type == "cuda":

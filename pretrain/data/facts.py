@@ -50,7 +50,8 @@ class SourceFacts:
     """Facts about one .bin/.idx pair.
 
     The optional fields are recorded in the manifest in the pair's folder; they are None without a
-    manifest. local: local path prefix by which the files are opened.
+    manifest. mask: entry of the loss mask ``PREFIX.mask``, {} without a manifest; None if every
+    token counts in the loss. local: local path prefix by which the files are opened.
     """
 
     split: str
@@ -63,6 +64,7 @@ class SourceFacts:
     idx_sha256: str | None = None
     bin_sha256: str | None = None
     bin_sample: str | None = None
+    mask: dict[str, Any] | None = None
     local: str = ""  # path prefix of the local files
 
 
@@ -71,13 +73,15 @@ class SourceContents:
     """Identity of the contents of a .bin/.idx pair.
 
     prefix: an absolute path, or a URL. idx_sha256: SHA-256 of the .idx. bin: SHA-256 of the .bin
-    from the manifest; without a manifest, the size and the hash of a sample.
+    from the manifest; without a manifest, the size and the hash of a sample. mask: the same of the
+    loss mask; empty if every token counts.
     """
 
     split: str
     prefix: str
     idx_sha256: str
     bin: str
+    mask: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ class Contents:
         It depends on the contents and on the order of the sources.
         """
         text = "".join(
-            f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources
+            f"{':'.join(filter(None, (source.split, source.idx_sha256, source.bin, source.mask)))};"
+            for source in self.sources
         )
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -128,6 +133,17 @@ class DataFacts:
             split: sum(source.tokens for source in self.sources if source.split == split)
             for split in SPLITS
         }
+
+    @property
+    def masks_line(self) -> str | None:
+        """Line about the tokens that loss masks count, or None if every token counts."""
+        parts = []
+        for source in self.sources:
+            if source.mask is not None:
+                counted = source.mask.get("counted")
+                known = "?" if counted is None else f"{counted:,}"
+                parts.append(f"{source.key} {known} of {source.tokens:,}")
+        return f"tokens that count in the loss: {'; '.join(parts)}" if parts else None
 
     def bytes_per_token(self, split: str = "valid") -> float | None:
         """Return the mean number of UTF-8 bytes of text per token of a split.
@@ -207,7 +223,7 @@ def check_data(config: RunConfig) -> DataFacts:
 
 
 def check_contents(facts: DataFacts) -> Contents:
-    """Compare all .idx files and samples of all .bin files with the manifests.
+    """Compare all .idx files and samples of all .bin and .mask files with the manifests.
 
     Return the identity of the contents. A sample consists of 64 blocks of 64 KiB.
 
@@ -219,17 +235,20 @@ def check_contents(facts: DataFacts) -> Contents:
         binary, index = Path(source.local + ".bin"), Path(source.local + ".idx")
         sample = sample_digest(binary)
         idx_sha256 = sha256(index)
-        for path, held, recorded in (
-            (index, idx_sha256, source.idx_sha256),
-            (binary, sample, source.bin_sample),
-        ):
+        files = [(index, idx_sha256, source.idx_sha256), (binary, sample, source.bin_sample)]
+        mask = ""
+        if source.mask is not None:
+            path = Path(source.local + ".mask")
+            files.append((path, sample_digest(path), source.mask.get("sample")))
+            mask = source.mask.get("sha256") or files[-1][1]
+        for path, held, recorded in files:
             if recorded is None or held == recorded:
                 continue
             if is_url(source.prefix):
                 raise ConfigError(
                     f"{source.key} = {source.prefix}: its {path.suffix} is not the file that the "
                     "manifest.json next to it records (the size is right, the contents differ): "
-                    "damaged or replaced; upload both again"
+                    "damaged or replaced; upload all again"
                 )
             raise ConfigError(
                 f"{path} is not the file that {path.with_name('manifest.json')} records (the size "
@@ -239,7 +258,11 @@ def check_contents(facts: DataFacts) -> Contents:
         if source.split != "test":
             found.append(
                 SourceContents(
-                    source.split, identity(source.prefix), idx_sha256, source.bin_sha256 or sample
+                    source.split,
+                    identity(source.prefix),
+                    idx_sha256,
+                    source.bin_sha256 or sample,
+                    mask,
                 )
             )
     return Contents(tuple(found))
@@ -298,6 +321,10 @@ def _source_facts(
                 f"{key} = {source.prefix}: {file} not found; {_missing_hint(source.prefix, split)}"
             )
     recorded = _recorded(key, source, manifest) if manifest else {}
+    mask_file = Path(f"{local}.mask")
+    mask = recorded.get("mask")
+    if manifest is None and mask_file.is_file():
+        mask = {}
     for ending, file in files.items():
         size, recorded_size = file.stat().st_size, recorded.get(f"{ending}_bytes")
         if manifest and size != recorded_size:
@@ -316,13 +343,44 @@ def _source_facts(
             f"{files['idx']} describes {tokens} tokens, but {manifest.path} records "
             f"{recorded['tokens']}; {MAKE_DATA}"
         )
+    _check_mask(mask_file, tokens, mask, manifest)
     recorded_facts = {
         field: recorded.get(field)
         for field in ("text_bytes", "idx_sha256", "bin_sha256", "bin_sample")
     }
     return SourceFacts(
-        split, key, source.prefix, tokens, documents, dtype, **recorded_facts, local=local
+        split,
+        key,
+        source.prefix,
+        tokens,
+        documents,
+        dtype,
+        **recorded_facts,
+        mask=mask,
+        local=local,
     )
+
+
+def _check_mask(
+    file: Path, tokens: int, mask: dict[str, Any] | None, manifest: Manifest | None
+) -> None:
+    """Raise ConfigError if a loss mask is missing, not recorded, or not of one byte per token."""
+    if not file.is_file():
+        if mask is not None:
+            raise ConfigError(
+                f"{file} not found, the loss mask that the manifest.json next to it records; "
+                f"{MAKE_DATA}"
+            )
+    elif mask is None and manifest:
+        raise ConfigError(
+            f"{file} exists, but {manifest.path} records no loss mask: it belongs to other data; "
+            f"delete it, or {MAKE_DATA}"
+        )
+    elif (size := file.stat().st_size) != tokens:
+        raise ConfigError(
+            f"{file} has {size} bytes, but a loss mask has one for each of the {tokens} tokens: "
+            f"damaged or replaced; {MAKE_DATA}"
+        )
 
 
 def _check_merged(key: str, source: Source) -> None:
@@ -454,9 +512,15 @@ def read_manifest(path: Path) -> Manifest | None:
             "bin_sample",
         )
         splits = {
-            name: {field: entry[field] for field in wanted} | {"ids": entry.get("ids")}
+            name: {field: entry[field] for field in wanted}
+            | {field: entry.get(field) for field in ("ids", "mask")}
             for name, entry in raw["splits"].items()
         }
+        for entry in splits.values():
+            if entry["mask"] is not None:
+                fields = ("bytes", "sha256", "sample", "counted")
+                entry["mask"] = {field: entry["mask"][field] for field in fields}
+                entry["text_bytes"] = None  # the bytes of the counted tokens are unknown
         tokenizer = {
             field: raw["tokenizer"][field] for field in ("path", "vocab_size", "eod_id", "sha256")
         }
@@ -516,6 +580,8 @@ def _given_tokenizer(folder: Path) -> _Tokenizer:
 def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
     """Return the tokenizer that all sources share, or None if the list is empty.
 
+    Of several folders, it is the first with a chat template, which an export copies.
+
     Raises ConfigError if they differ.
     """
     if not tokenizers:
@@ -533,7 +599,8 @@ def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
                 f"{first.eod_id}"
             )
             raise ConfigError(f"{ends}; all sources of a run need the same EOD")
-    return first
+    chat = (one for one in tokenizers if (one.folder / "chat_template.jinja").is_file())
+    return next(chat, first)
 
 
 def _check_ends(config: RunConfig, tokenizer: _Tokenizer | None) -> None:

@@ -146,7 +146,10 @@ class IndexCache:
         }
         record = {
             "format": FORMAT,
-            "sources": [asdict(source) for source in self.contents.sources],
+            "sources": [
+                {name: value for name, value in asdict(source).items() if value}
+                for source in self.contents.sources
+            ],
             "files": files,
         }
         write_synced(built / COMPLETE, (json.dumps(record, indent=1) + "\n").encode())

@@ -1,9 +1,9 @@
 """Local copies of the files of sources in object stores.
 
 The copies are in ``CACHE/<hash of the source's folder>/``. A source with a local path is used
-directly. The manifest, the tokenizer and the .idx are copied completely. The .bin is a sparse file:
-it contains the blocks of the manifest's sample and the blocks that `pretrain.data.store_client` has
-cached. The module does not import torch.
+directly. The manifest, the tokenizer and the .idx are copied completely. The .bin and .mask are
+sparse files: they contain the blocks of the manifest's sample and the blocks that
+`pretrain.data.store_client` has cached. The module does not import torch.
 """
 
 from __future__ import annotations

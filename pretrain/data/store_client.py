@@ -1,9 +1,9 @@
 """``python -m pretrain.data.store_client bring|serve``: client process for data in stores.
 
 ``bring CACHE PATIENCE KEY=URL...`` copies the files that are read before training: manifests,
-tokenizers, .idx files, a sample of each .bin. ``serve CACHE PATIENCE BYTES URL...`` answers
-requests for ranges of the .bin files in their order, until its parent process ends. The module does
-not import torch.
+tokenizers, .idx files, a sample of each .bin and .mask. ``serve CACHE PATIENCE BYTES URL...``
+answers requests for ranges of the .bin and .mask files in their order, until its parent process
+ends. The module does not import torch.
 
 A .bin's blocks are cached at their offset in a sparse file, with a table of their hashes in a
 second file. A block counts only if its hash is correct, so that kills, damage and several writers
@@ -46,12 +46,13 @@ from pretrain.data.facts import SAMPLE_BLOCKS, read_manifest, sample_digest, sam
 from pretrain.data.store_cache import CLIENT, local_prefix
 
 BLOCK = 1 << 16
-REQUEST = struct.Struct("<IQQ")  # number of the URL, offset, length
+REQUEST = struct.Struct("<IQQ")  # number of the file (see `serve`), offset, length
 ANSWER = struct.Struct("<?Q")  # True: bytes follow, False: an error text; its length
 _HASH = 8
 _GOLDEN = 0x9E3779B97F4A7C15  # golden ratio, as a fraction of 2**64
 _AT_ONCE = 16
 _PIECE = 8 * 2**20  # bytes of an .idx per request
+_SPARSE = (".bin", ".mask")  # files of which only parts are copied
 _KNOWN = "brought.json"
 _MANIFEST = "manifest.json"
 # Signals that only the rank handles.
@@ -125,12 +126,14 @@ class ObjectStore:
 
 
 class Blocks:
-    """A .bin file in a store, of which about ``allowed`` blocks may be cached locally."""
+    """A .bin or .mask file in a store, of which about ``allowed`` blocks may be cached in the file
+    ``local``.
+    """
 
     def __init__(self, store: ObjectStore, local: str, allowed: int) -> None:
-        self.store, self.name = store, f"{Path(local).name}.bin"
-        self.held = os.open(f"{local}.bin", os.O_RDWR)
-        self.table = os.open(f"{local}.bin.blocks", os.O_RDWR | os.O_CREAT, 0o666)
+        self.store, self.name = store, Path(local).name
+        self.held = os.open(local, os.O_RDWR)
+        self.table = os.open(f"{local}.blocks", os.O_RDWR | os.O_CREAT, 0o666)
         self.size = os.fstat(self.held).st_size
         self.count, self.allowed = blocks_of(self.size), allowed
 
@@ -203,7 +206,10 @@ def shares(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def serve(cache: Path, patience: float, capacity: int, urls: Sequence[str]) -> None:
-    """Answer the requests that arrive on stdin, in their order, on stdout. Does not return."""
+    """Answer the requests that arrive on stdin, in their order, on stdout. Does not return.
+
+    The files of URL number n have the numbers 2n (.bin) and 2n + 1 (.mask, if it exists).
+    """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -212,12 +218,13 @@ def serve(cache: Path, patience: float, capacity: int, urls: Sequence[str]) -> N
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # other output must not mix with the answers
     threading.Thread(target=_answer, args=(answers, out), daemon=True).start()
-    local = [local_prefix(url, cache) for url in urls]
-    kept = shares([os.path.getsize(f"{prefix}.bin") for prefix in local], capacity)
-    files = [
-        Blocks(ObjectStore(url, patience), prefix, allowed)
-        for url, prefix, allowed in zip(urls, local, kept, strict=True)
-    ]
+    local = [local_prefix(url, cache) + ending for url in urls for ending in _SPARSE]
+    there = [number for number, file in enumerate(local) if os.path.isfile(file)]
+    kept = shares([os.path.getsize(local[number]) for number in there], capacity)
+    files = {
+        number: Blocks(ObjectStore(urls[number // 2], patience), local[number], allowed)
+        for number, allowed in zip(there, kept, strict=True)
+    }
     while request := sys.stdin.buffer.read(REQUEST.size):
         number, offset, length = REQUEST.unpack(request)
         answers.put(pool.submit(files[number].read, offset, length))
@@ -264,7 +271,7 @@ class Source:
 
         Raises ConfigError, StorageError.
         """
-        names = (_MANIFEST, f"{self.name}.idx", f"{self.name}.bin")
+        names = (_MANIFEST, *(f"{self.name}{ending}" for ending in (".idx", *_SPARSE)))
         there = {
             name: self.store.insist(lambda name=name: self._query(name))  # type: ignore[misc]
             for name in names
@@ -278,16 +285,16 @@ class Source:
                 if not self._is_here(name, info):
                     self._fetch(name, info)
                     known = {**self._known(), name: _mark(info)}
-                    if name.endswith(".bin"):
+                    if name.endswith(_SPARSE) and info:
                         known[f"{name} sample"] = sample_digest(self.folder / name)
                     write_atomically(self.folder / _KNOWN, json.dumps(known, indent=1))
 
     def _query(self, name: str) -> Mapping[str, Any]:
-        """Return the store's information about a file; {} for a missing manifest."""
+        """Return the store's information about a file; {} for a missing manifest or mask."""
         try:
             info: Mapping[str, Any] = self.store.fs.info(f"{self.store.root}/{name}")
         except Exception as error:
-            if isinstance(error, FileNotFoundError) and name == _MANIFEST:
+            if isinstance(error, FileNotFoundError) and name.endswith((_MANIFEST, ".mask")):
                 return {}
             if isinstance(error, MISTAKES) or type(error).__name__.endswith("CredentialsError"):
                 what = "not found" if isinstance(error, FileNotFoundError) else message_of(error)
@@ -298,8 +305,8 @@ class Source:
     def _known(self) -> dict[str, str]:
         """Return file name -> mark that the file had when it was copied (see `_mark`).
 
-        For a .bin, the result also contains the digest of its sample. It is {} without valid
-        copies.
+        For a .bin or .mask, the result also contains the digest of its sample. It is {} without
+        valid copies.
         """
         with suppress(OSError, ValueError):
             known = json.loads((self.folder / _KNOWN).read_text())
@@ -308,7 +315,8 @@ class Source:
 
     def _is_here(self, name: str, info: Mapping[str, Any]) -> bool:
         return self._is_the_same(name, info) and (
-            not name.endswith(".bin")
+            not name.endswith(_SPARSE)
+            or not info
             or sample_digest(self.folder / name) == self._known().get(f"{name} sample")
         )
 
@@ -320,21 +328,21 @@ class Source:
         ) == info.get("size")
 
     def _fetch(self, name: str, info: Mapping[str, Any]) -> None:
-        """Copy a file completely; of a .bin copy only the sample, with holes for the rest.
+        """Copy a file completely; of a .bin or .mask copy only the sample, with holes for the rest.
 
-        If only the sample of an existing .bin is damaged, the file is repaired in place, so that
+        If only the sample of an existing one is damaged, the file is repaired in place, so that
         its cached blocks remain.
         """
         file = self.folder / name
-        is_bin = name.endswith(".bin")
+        sparse = name.endswith(_SPARSE)
         size = info.get("size")
         if size is None:
             file.unlink(missing_ok=True)
             return
-        kept = is_bin and self._is_the_same(name, info)
+        kept = sparse and self._is_the_same(name, info)
         target = file if kept else temporary(file)
         pieces = [(start, min(start + _PIECE, size)) for start in range(0, size, _PIECE)]
-        self._write(name, target, size, sample_ranges(size) if is_bin else pieces)
+        self._write(name, target, size, sample_ranges(size) if sparse else pieces)
         if name == f"{self.name}.idx":
             manifest = read_manifest(self.folder / _MANIFEST)
             recorded = manifest.splits.get(self.name, {}).get("idx_sha256") if manifest else None

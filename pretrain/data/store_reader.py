@@ -1,4 +1,4 @@
-"""Read ranges of .bin files in object stores, for one rank, ahead of their use.
+"""Read ranges of .bin and .mask files in object stores, for one rank, ahead of their use.
 
 The ranges are requested from a separate process, `pretrain.data.store_client`. The module does not
 import torch.
@@ -21,7 +21,7 @@ from pretrain.config import RunConfig
 from pretrain.data.store_cache import CLIENT, local_prefix, store_cache
 from pretrain.data.store_client import ANSWER, REQUEST
 
-Range = tuple[int, int, int]  # number of the URL, offset, length
+Range = tuple[int, int, int]  # number of the file (`store_client.serve`), offset, length
 _PATIENCE = 600.0  # seconds for which a range is retried
 
 
@@ -122,10 +122,10 @@ class StoreReader:
 
 
 class StoredFile:
-    """A .bin file in a store, with the interface that megatron-core's IndexedDataset requires."""
+    """A .bin or .mask file in a store, with the interface of megatron-core's IndexedDataset."""
 
-    def __init__(self, reader: StoreReader, url: str) -> None:
-        self.reader, self.number = reader, reader.urls.index(url)
+    def __init__(self, reader: StoreReader, url: str, mask: bool = False) -> None:
+        self.reader, self.number = reader, 2 * reader.urls.index(url) + mask
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray[Any, Any]:
         """Return ``count`` items of type ``dtype`` from byte ``offset`` on, [count].

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -21,6 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 
 from fem_megatron.megatron import fp8, platform
 from fem_megatron.megatron import model as fem_model
+from fem_megatron.megatron.loss import masked_sum
 from fem_megatron.mup import decay_factor, lr_factor
 from fem_megatron.shape import Weight
 from pretrain.config import RunConfig
@@ -113,7 +114,8 @@ def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | N
     for model in models:
         for name, weight in model.named_parameters():
             global_name = fem_model.global_name(model, name)
-            if global_name.startswith("decoder.layers.") and weight.spec.eight_bit:
+            layers = global_name.startswith(("decoder.layers.", "mtp_modules."))
+            if layers and weight.spec.eight_bit:
                 maps[global_name] = weight
     group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
     return fp8.Delayed(
@@ -249,17 +251,28 @@ class LearningRates:
         return max(group["lr"] for group in self.optimizer.param_groups if group["lr_mult"] == 1.0)
 
 
-def summed_loss(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sum of the losses over the counted tokens, number of counted tokens).
+def summed_loss(
+    losses: torch.Tensor, batch: Batch, mtp_weight: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (training loss summed over the counted tokens, number of counted tokens, report).
 
-    losses: [b, s], or already their sum (train.loss_chunk). A token counts if its loss_mask is 1.
+    The report contains what `summed_over_ranks` takes, without gradients: [sum of the losses,
+    tokens, sums of the losses of the modules of multi-token prediction].
+
+    losses: [b, s], or already their sum (train.loss_chunk), or the sums [1 + modules]. A token
+    counts if its loss_mask is 1. mtp_weight: weight of the mean loss of the modules.
     """
-    mask = batch["loss_mask"]
-    return (losses.float() * mask).sum() if losses.ndim else losses, mask.sum()
+    tokens = batch["loss_mask"].sum()
+    sums = losses if losses.ndim == 1 else masked_sum(losses, batch["loss_mask"]).view(1)
+    main, ahead = sums[0], sums[1:]
+    known = sums.detach()
+    report = torch.cat((known[:1], tokens.to(known.dtype).view(1), known[1:]))
+    return main + mtp_weight * ahead.mean() if len(ahead) else main, tokens, report
 
 
 def forward(model: Any, batch: Batch) -> torch.Tensor:
     """Return the losses of a micro-batch in the form that `summed_loss` takes."""
+    ahead = {"ahead": (batch["labels_ahead"], batch["mask_ahead"])} if "mask_ahead" in batch else {}
     losses: torch.Tensor = model(
         batch["tokens"],
         batch["position_ids"],
@@ -267,6 +280,7 @@ def forward(model: Any, batch: Batch) -> torch.Tensor:
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
         packed_seq_params=batch.get("context"),
+        **ahead,
     )
     return losses
 
@@ -279,22 +293,37 @@ def poisoned(total: torch.Tensor) -> torch.Tensor:
     return total * torch.where(total.detach().isfinite(), 1.0, torch.nan)
 
 
+class Summed(NamedTuple):
+    """Results of a step, summed over the ranks.
+
+    loss: mean loss over the counted tokens. grad_norm: norm of the gradient. numbers: sums of the
+    additional numbers. mtp: loss of each module of multi-token prediction, divided by the same
+    tokens.
+    """
+
+    loss: float
+    grad_norm: float
+    numbers: list[float]
+    mtp: tuple[float, ...]
+
+
 def summed_over_ranks(
     reports: Iterable[torch.Tensor],
     numbers: Iterable[float] = (),
     squares: torch.Tensor | float = 0.0,
-) -> tuple[float, float, list[float]]:
-    """Sum a step's results over the ranks and return (mean loss, gradient norm, summed numbers).
+    modules: int = 0,
+) -> Summed:
+    """Sum a step's results over the ranks.
 
     One all-reduce suffices, for which the host waits once. The results are equal on each rank. If
-    no token counts, loss and norm are NaN, so that the step is skipped.
+    no token counts, losses and norm are NaN, so that the step is skipped.
 
-    reports: ``[sum of losses, tokens]`` of this rank's micro-batches, present only on the last
-    pipeline stage. Its tensor-parallel ranks have the same loss, so only the first contributes it.
-    The mean is over the tokens of all ranks. The second argument: additional numbers to sum.
-    squares: this rank's part of the gradient's squared norm.
+    reports: reports of this rank's micro-batches (`summed_loss`), present only on the last pipeline
+    stage. Its tensor-parallel ranks have the same loss, so only the first contributes it. The mean
+    is over the tokens of all ranks. The second argument: additional numbers to sum. squares: this
+    rank's part of the gradient's squared norm. modules: number of the reports' further losses.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=platform.device())
+    total = torch.zeros(2 + modules, dtype=torch.float64, device=platform.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         for report in reports:
             total += report.double()
@@ -303,5 +332,8 @@ def summed_over_ranks(
         [total, part, torch.tensor([*numbers], dtype=torch.float64, device=total.device)]
     )
     torch.distributed.all_reduce(summed)
-    loss, tokens, square, *sums = summed.tolist()
-    return (loss / tokens, math.sqrt(square), sums) if tokens else (math.nan, math.nan, sums)
+    loss, tokens, *rest = summed.tolist()
+    ahead, square, sums = rest[:modules], rest[modules], rest[modules + 1 :]
+    if not tokens:
+        return Summed(math.nan, math.nan, sums, (math.nan,) * modules)
+    return Summed(loss / tokens, math.sqrt(square), sums, tuple(one / tokens for one in ahead))

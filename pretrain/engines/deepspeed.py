@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import _get_param_groups
 
 from fem_common.errors import ConfigError
+from fem_megatron.block import PredictionModule
 from fem_megatron.megatron import platform, upstream
 from fem_megatron.update import Update
 from pretrain.config import RunConfig
@@ -163,6 +164,7 @@ class DeepSpeedEngine:
         the update.
         """
         lr = self.rates.set(samples_after)
+        depth = self.config.model.mtp_depth
         step = list(itertools.islice(batches, self.micro_batches))
         scale = self._loss_scale(step)
         if self.scales:
@@ -177,36 +179,36 @@ class DeepSpeedEngine:
             started = None
             if timed and number == 0 and self.config.engine.zero_stage < 3:
                 started = platform.Moment()
-            total, tokens = self._forward(batch)
+            total, report = self._forward(batch)
             times = self._times(started) if started is not None else times
-            reports.append(torch.stack([total.detach(), tokens]))
+            reports.append(report)
             self.engine.backward(poisoned(total) * scale)
             if unwanted and number == self.micro_batches - 1:
-                known = summed_over_ranks(reports, extra())
-                self.judge = partial(unwanted, known[0])
+                known = summed_over_ranks(reports, extra(), modules=depth)
+                self.judge = partial(unwanted, known.loss)
             with self._updates_looked_at():
                 self.engine.step()
         if known:
-            loss, grad_norm, sums = known
+            loss, grad_norm, sums, mtp = known
             grad_norm = math.nan if math.isnan(grad_norm) else self.norm
         else:
             squares = self._grad_norm() ** 2 if torch.distributed.get_rank() == 0 else 0.0
-            loss, grad_norm, sums = summed_over_ranks(reports, extra(), squares)
+            loss, grad_norm, sums, mtp = summed_over_ranks(reports, extra(), squares, depth)
         skipped = self.unwanted or not math.isfinite(grad_norm)
         if self.scales and not skipped:
             self.scales.advance()
-        return StepResult(loss, grad_norm, lr, skipped=skipped, times=times, extra=sums)
+        return StepResult(loss, grad_norm, lr, skipped=skipped, times=times, extra=sums, mtp=mtp)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
         """Return the mean loss in nats per token over ``global_batches`` global batches."""
         self.engine.eval()
         reports = [
-            torch.stack(self._forward(batch))
+            self._forward(batch)[1]
             for batch in itertools.islice(batches, global_batches * self.micro_batches)
         ]
         self.engine.train()
-        return summed_over_ranks(reports)[0]
+        return summed_over_ranks(reports).loss
 
     def sharded_state(self) -> dict[str, Any]:
         """Return model and optimizer as sharded tensors, in the format of the Megatron engine."""
@@ -257,8 +259,10 @@ class DeepSpeedEngine:
         return torch.optim.AdamW(groups, fused=True, **arguments)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        total, tokens = summed_loss(forward(self.engine, batch), batch)
-        return total, tokens.to(total.dtype)
+        """Return (training loss, report) of a micro-batch, see `summed_loss`."""
+        weight = self.config.model.mtp_loss_weight
+        total, _, report = summed_loss(forward(self.engine, batch), batch, weight)
+        return total, report
 
     def _loss_scale(self, step: list[Batch]) -> torch.Tensor:
         """Return the factor for a micro-batch's summed loss that gives a step's mean over tokens.
@@ -454,7 +458,7 @@ def _gather_full_updates(model: GPTModel) -> None:
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
     for update in model.modules():
-        if isinstance(update, Update):
+        if isinstance(update, Update | PredictionModule):
             own = {id(parameter) for parameter in update.parameters(recurse=False)}
             for parameter in update.parameters():
                 if id(parameter) not in own:

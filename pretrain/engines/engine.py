@@ -28,6 +28,7 @@ class StepResult:
     times: StepTimes | None = None  # this rank's times, if requested
     # Sums over the ranks of the additional numbers.
     extra: list[float] = field(default_factory=list)
+    mtp: tuple[float, ...] = ()  # loss of each module of multi-token prediction, as `loss`
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,8 @@ class MegatronEngine:
         reports = self._run(batches, self.micro_batches, forward_only=False)
         times = self._times(started)
         self.optimizer.prepare_grads()
-        loss, grad_norm, sums = summed_over_ranks(reports, extra(), self._squares())
+        depth = self.config.model.mtp_depth
+        loss, grad_norm, sums, mtp = summed_over_ranks(reports, extra(), self._squares(), depth)
         update = math.isfinite(grad_norm)  # the loss too (`poisoned`)
         if update and unwanted:
             update = not unwanted(loss, grad_norm)
@@ -130,16 +131,16 @@ class MegatronEngine:
                 self.optimizer.step_with_ready_grads()
         if update and self.scales:
             self.scales.advance()
-        return StepResult(loss, grad_norm, lr, skipped=not update, times=times, extra=sums)
+        return StepResult(loss, grad_norm, lr, skipped=not update, times=times, extra=sums, mtp=mtp)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
         """Return the mean loss in nats per token over ``global_batches`` global batches."""
         for chunk in self.chunks:
             chunk.eval()
-        loss, _, _ = summed_over_ranks(
+        loss = summed_over_ranks(
             self._run(batches, global_batches * self.micro_batches, forward_only=True)
-        )
+        ).loss
         for chunk in self.chunks:
             chunk.train()
         return loss
@@ -330,14 +331,14 @@ class MegatronEngine:
     ) -> list[torch.Tensor]:
         """Run all micro-batches of a step through the pipeline and return their reports.
 
-        A report is ``[sum of losses, tokens]``. Only the last pipeline stage has reports.
+        Only the last pipeline stage has reports (`summed_loss`).
         """
         streams: Any = batches
         if len(self.chunks) > 1:
             replay = _Replay(batches, len(self.chunks))
             streams = [replay.stream(i) for i in range(len(self.chunks))]
         reports = self.forward_backward(
-            forward_step_func=_forward_step,
+            forward_step_func=partial(_forward_step, self.config.model.mtp_loss_weight),
             data_iterator=streams,
             model=self.chunks,
             num_microbatches=micro_batches,
@@ -387,7 +388,8 @@ def _gather_full_layers(chunk: DistributedDataParallel) -> None:
             if parameter.requires_grad:
                 chunk.param_to_bucket_group[parameter].finish_param_sync()
 
-    for layer in chunk.module.decoder.layers:
+    modules = [module.block for module in getattr(chunk.module, "mtp_modules", ())]
+    for layer in (*chunk.module.decoder.layers, *modules):
         layer.register_forward_pre_hook(wait)
 
 
@@ -515,22 +517,19 @@ def _divide(model: list[Any], tokens: torch.Tensor) -> None:
         chunk.scale_gradients(1.0 / tokens.clamp(min=1))
 
 
-def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    mtp_weight: float, batches: Iterator[Batch], chunk: Any
+) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    return forward(chunk, batch), partial(_loss, batch)
+    return forward(chunk, batch), partial(_loss, mtp_weight, batch)
 
 
 def _loss(
-    batch: Batch, losses: torch.Tensor
+    mtp_weight: float, batch: Batch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return (sum of losses, number of tokens, report) of a micro-batch.
+    """Return the results of `summed_loss` for a micro-batch in the form that Megatron requires.
 
-    The report contains [sum of losses, tokens]. Megatron divides gradients by the tokens of the
-    entire step at any layout.
+    Megatron divides gradients by the tokens of the entire step at any layout.
     """
-    total, tokens = summed_loss(losses, batch)
-    return (
-        poisoned(total),
-        tokens.to(torch.int),
-        {"loss": torch.stack([total.detach(), tokens.to(total.dtype)])},
-    )
+    total, tokens, report = summed_loss(losses, batch, mtp_weight)
+    return poisoned(total), tokens.to(torch.int), {"loss": report}

@@ -70,8 +70,8 @@ def forward_flops(model: ModelConfig) -> float:
     A linear map counts once for each application of its mixer or MLP.
     """
     return sum(
-        2.0 * block.times(name.partition(".")[0]) * weight.size
-        for block in model.blocks()
+        2.0 * count * block.times(name.partition(".")[0]) * weight.size
+        for block, count in model.trained_kinds
         for name, weight in eight_bit(block).items()
     )
 
@@ -88,7 +88,7 @@ def line(config: RunConfig, forward: float) -> str:
     )
     if train.fp8 != "delayed":
         return share
-    maps = sum(len(eight_bit(block)) for block in model.blocks())
+    maps = sum(count * len(eight_bit(block)) for block, count in model.trained_kinds)
     return (
         f"{share}; scales from the largest magnitudes of {counted(train.fp8_history, 'step')}, "
         f"{size(3 * WIDE * maps * train.fp8_history)}"

@@ -241,6 +241,23 @@ def head_activations(placement: Placement) -> dict[str, float]:
     }
 
 
+def mtp_activations(placement: Placement) -> float:
+    """Return the bytes per token that autograd keeps of the modules of multi-token prediction.
+
+    A module keeps its two normed inputs, their concatenation, its block and its loss. Under
+    train.recompute=full it keeps its inputs and its loss.
+    """
+    model, training = placement.config.model, placement.training
+    if not model.mtp_depth:
+        return 0.0
+    kept = 2.0 * placement.stream_bytes
+    if placement.config.train.recompute != "full":
+        kept += 2.0 * _norm_activations(placement)
+        kept += placement.element * 2 * model.hidden_size / training.tensor_parallel
+        kept += sum(layer_activations(placement, model.mtp.block).values())
+    return model.mtp_depth * (kept + sum(head_activations(placement).values()))
+
+
 def chunks_in_flight(placement: Placement, stage: int) -> int:
     """Return the largest number of forward passes of a model chunk whose backward pass is pending.
 
@@ -264,9 +281,10 @@ def stage_activations(placement: Placement, stage: int) -> int:
     offloaded = placement.offloads_activations
     per_token = 0.0 if offloaded else _layers_activations(placement, stage)
     if stages > 1:
-        per_token += chunks_in_flight(placement, stage) * placement.stream_bytes
+        message = (1 + placement.config.model.mtp_depth) * placement.stream_bytes
+        per_token += chunks_in_flight(placement, stage) * message
     if stage == stages - 1:
-        per_token += sum(head_activations(placement).values())
+        per_token += sum(head_activations(placement).values()) + mtp_activations(placement)
     return int(per_token * placement.micro_batch_tokens)
 
 

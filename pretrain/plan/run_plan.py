@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pretrain.data.facts import DataFacts
     from pretrain.data.part_lengths import PartLengths
 
-COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer")
+COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer", "MTP")
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -58,6 +58,10 @@ def model_weights(model: ModelConfig) -> Weights:
         weights.update(
             {f"decoder.layers.{layer}.{name}": weight for name, weight in block.weights().items()}
         )
+    for number in range(model.mtp_depth):
+        weights.update(
+            {f"mtp_modules.{number}.{name}": weight for name, weight in model.mtp.weights().items()}
+        )
     return weights | outer
 
 
@@ -68,6 +72,8 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
 
 def component(name: str) -> str:
     """Return the component, one of COMPONENTS, to which a parameter belongs."""
+    if name.startswith("mtp_modules."):
+        return "MTP"
     if name.startswith("embedding."):
         return "embedding"
     if name.startswith("output_layer."):
@@ -106,6 +112,8 @@ def stage_parameters(config: RunConfig, *, muon: bool = False) -> list[int]:
     bounds = [-(-stage * model.num_layers // stages) for stage in range(stages + 1)]
     parts = [model.layer_kinds[first:end] for first, end in pairwise(bounds)]
     counts = [sum(size * part.count(n) for n, size in enumerate(sizes)) for part in parts]
+    if model.mtp_depth:
+        counts[-1] += model.mtp_depth * sum(map(own, model.mtp.weights().values()))
     for name, weight in outer_weights(model).items():
         ends = {0, stages - 1} if model.tie_embeddings else {0}
         for stage in ends if component(name) == "embedding" else {stages - 1}:
@@ -121,7 +129,8 @@ def forward_flops(
 ) -> dict[str, float]:
     """Return component -> FLOPs of one token's forward pass.
 
-    Only matrix products are counted; a multiply-add counts as two. Attention is counted over the
+    Only matrix products are counted; a multiply-add counts as two. The modules of multi-token
+    prediction are included. Attention is counted over the
     causal half: a token reads (seq_length + 1) / 2 keys on average. ``Shape.flops`` returns each
     mixer's own products.
 
@@ -129,10 +138,12 @@ def forward_flops(
     own length, and padding tokens are not counted.
     """
     flops: dict[str, float] = {}
-    for block, count in model.kinds:
+    for block, count in model.trained_kinds:
         for name, value in _block_flops(block, seq_length, part_lengths).items():
             flops[name] = flops.get(name, 0.0) + count * value
-    flops["output layer"] = 2.0 * model.padded_vocab_size() * model.hidden_size
+    logits = 2.0 * model.padded_vocab_size() * model.hidden_size
+    flops["output layer"] = (1 + model.mtp_depth) * logits
+    flops["MTP projections"] = model.mtp_depth * 4.0 * model.hidden_size**2
     return {name: value for name, value in flops.items() if value}
 
 
@@ -222,6 +233,7 @@ class Plan(Placement):
             vocab_size=model.vocab_size,
             make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
             tie_embeddings=model.tie_embeddings,
+            mtp_depth=model.mtp_depth,
             rope=False,
         )
         return sum(count_by_component(twin).values())
@@ -242,11 +254,11 @@ class Plan(Placement):
 
     @property
     def non_embedding_parameters(self) -> int:
-        """Number of parameters without the embedding and the output layer."""
+        """Number of parameters without the embedding, the output layer and the MTP modules."""
         return sum(
             count
             for name, count in self.parameters.items()
-            if name not in ("embedding", "output layer")
+            if name not in ("embedding", "output layer", "MTP")
         )
 
     @property

@@ -298,12 +298,18 @@ def micro_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
         config.train.micro_batch_size,
         config.data.seq_length // config.parallel.context_parallel_size,
     )
+    depth = config.model.mtp_depth
+    fields = dict.fromkeys(FIELDS, 1) | (
+        {"labels_ahead": depth, "mask_ahead": depth} if depth else {}
+    )
     while True:
         yield {
             key: torch.empty(
-                shape, dtype=torch.float32 if key == "loss_mask" else torch.int64, device=META
+                (rows * shape[0], shape[1]),
+                dtype=torch.float32 if "mask" in key else torch.int64,
+                device=META,
             )
-            for key in FIELDS
+            for key, rows in fields.items()
         }
 
 
@@ -319,6 +325,8 @@ def _name_parts(engine: Any, trace: StepTrace) -> None:
             "final norm": "decoder.final_layernorm",
             "output layer": "output_layer",
         }
+        for number, module in enumerate(getattr(model, "mtp_modules", ())):
+            parts[f"MTP {number + 1}"] = module
         known = dict(model.named_modules())
         parts |= {name: known[module] for name, module in others.items() if module in known}
         for name, module in parts.items():

@@ -214,6 +214,11 @@ class Evaluations(Callback):
         }
         if scores:
             values = {f"evaluation/{label}": score["value"] for label, score in scores.items()}
+            values |= {
+                f"evaluation/{label}, bits per byte": score["bits_per_byte"]
+                for label, score in scores.items()
+                if score["bits_per_byte"] is not None
+            }
             for logger in self.loggers:
                 logger.on_values(running.step, values)
             listed = ", ".join(f"{label} {_with_error(score)}" for label, score in scores.items())
@@ -321,8 +326,15 @@ def _scores(out: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
                 "value": float(raw["value"]),
                 "stderr": raw["stderr"],
                 "metric": raw["metric"],
+                "bits_per_byte": _bits(raw.get("raw", {})),
             }
     return found
+
+
+def _bits(raw: Mapping[str, Any]) -> float | None:
+    """Return bits per byte from the metrics of a result: of gold answers, or of held-out text."""
+    value: float | None = raw.get("bits_per_byte,none", raw.get("bits_per_byte"))
+    return value
 
 
 def _with_error(score: Mapping[str, Any]) -> str:

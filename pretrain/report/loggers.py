@@ -108,8 +108,9 @@ class Console(Callback):
         note = f"{note}, step skipped" if record.skipped else ""
         print_above(
             f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens "
-            f"{count(record.consumed_tokens)}  loss {record.loss:.4f}  lr {record.lr:.2e}  grad "
-            f"norm {record.grad_norm:.3f}  {count(record.tokens_per_second)} tok/s"
+            f"{count(record.consumed_tokens)}  loss {record.loss:.4f}{_mtp_loss(record)}  lr "
+            f"{record.lr:.2e}  grad norm {record.grad_norm:.3f}  "
+            f"{count(record.tokens_per_second)} tok/s"
             f"{_utilisation(record)}  peak {record.peak_memory_bytes / 2**30:.2f} GiB  ETA "
             f"{_duration(record.eta_seconds)}{note}"
         )
@@ -298,6 +299,10 @@ def _wandb_mode() -> str:
     if mode != "online" or os.environ.get("WANDB_MODE"):
         return mode
     return "online" if wandb.login(prompt=False, verify=False) else "offline"
+
+
+def _mtp_loss(record: StepRecord) -> str:
+    return "" if record.mtp_loss is None else f"  mtp loss {record.mtp_loss:.4f}"
 
 
 def _utilisation(record: StepRecord) -> str:

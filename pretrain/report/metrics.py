@@ -30,6 +30,8 @@ class StepRecord:
     dense_mfu: float | None = None  # MFU of dense_tflops_per_device
     # Number of earlier samples that rewinds after spikes have skipped.
     passed_over: int = 0
+    # Mean loss of the modules of multi-token prediction, divided by the same tokens as ``loss``.
+    mtp_loss: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as a dictionary for loggers."""

@@ -217,7 +217,8 @@ def plan_folder(out: Path, inputs: Iterable[Path], tokenizer: Path, *options: st
 def encode_units(out: Path, numbers: Iterable[int] | None = None) -> Path:
     """Encode units of a folder's plan in this process without workers. The default is all units."""
     plan = read_plan(out)
-    engine = Engine(out, plan, make(load_folder(out / "tokenizer"), "hf"))
+    kind = "chat" if plan.settings.messages else "hf"
+    engine = Engine(out, plan, make(load_folder(out / "tokenizer"), kind))
     for number in range(len(plan.units)) if numbers is None else numbers:
         engine.encode_unit(plan.units[number], lambda read, tally: None)
     return out

@@ -70,11 +70,11 @@ class Fork:
 def start(
     command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: Mapping[str, str]
 ) -> Any:
-    """Start a worker: a fork if it encodes with Hugging Face, else a normal process.
+    """Start a worker: a fork if it encodes with libraries of Hugging Face, else a normal process.
 
     gigatoken requires a normal process because its threads would not exist in a fork.
     """
-    if command[-1] == "hf":
+    if command[-1] in ("hf", "chat"):
         return Fork(command, pass_fds, env)
     return subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds, env=env)
 

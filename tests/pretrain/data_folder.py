@@ -88,5 +88,20 @@ def write_folder(
     return folder
 
 
+def write_mask(folder: Path, split: str, mask: bytes) -> None:
+    """Write the loss mask of a split and its record; a byte per token, 1 if the token counts."""
+    file = folder / f"{split}.mask"
+    file.unlink(missing_ok=True)  # an earlier one may be mapped
+    file.write_bytes(mask)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["splits"][split]["mask"] = {
+        "bytes": len(mask),
+        "sha256": hashlib.sha256(mask).hexdigest(),
+        "sample": sample_digest(file),
+        "counted": sum(mask),
+    }
+    write_manifest(folder, manifest)
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -225,6 +225,7 @@ def _run(job: Job, cache: Path) -> Done:
         config.train.micro_batch_size,
         platform.device(),
         ends=data.ends,
+        mtp_depth=config.model.mtp_depth,
     )
     norms = TensorNorms(engine, int(job.norms))
     for number in range(job.steps + 1):
@@ -269,19 +270,25 @@ def engine_of(overrides: list[str]) -> Iterator[Any]:
         gc.collect()
 
 
-def micro_batches(length: int, weight: float = 1.0) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the same two random sequences of the small tokenizer repeatedly, with one loss
-    weight.
+def micro_batches(
+    length: int, weight: float = 1.0, depth: int = 0
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the same two random sequences of the small tokenizer repeatedly, with one loss weight.
+
+    depth: number of modules of multi-token prediction.
     """
+    from pretrain.data.datasets import look_ahead
+
     generator = torch.Generator().manual_seed(0)
     while True:
         tokens = torch.randint(0, 512, (2, length + 1), generator=generator)
-        yield {
+        batch = {
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],
             "loss_mask": torch.full((2, length), weight),
             "position_ids": torch.arange(length).repeat(2, 1),
         }
+        yield batch | (look_ahead(batch, depth, None) if depth else {})
 
 
 def weights_digest(engine: Any) -> dict[str, str]:

@@ -17,7 +17,7 @@ from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import Contents, check_contents, check_data
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, data_of, edit, flip
-from tests.pretrain.data_folder import write_folder, write_pair
+from tests.pretrain.data_folder import write_folder, write_mask, write_pair
 from tests.wording import Wording
 
 EOD = 499  # id of the end-of-document token in the tokenizer of `write_folder`
@@ -57,6 +57,13 @@ def test_the_data_fills_in_vocabulary_and_tokenizer(folder: Path) -> None:
     assert prepared.config.data.tokenizer == str(folder / "tokenizer")
     assert prepared.facts.tokens == {"train": 900, "valid": 900, "test": 900}
     assert prepared.facts.eod_id == 499 and prepared.facts.bytes_per_token() == 4.0
+    chat = write_folder(folder.with_name("chat"))
+    (chat / "tokenizer/chat_template.jinja").touch()
+    blend = run_on(folder, f"data.train=[{{prefix: {folder}/train}}, {{prefix: {chat}/train}}]")
+    write_mask(chat, "train", bytes(890) + bytes([1]) * 10)
+    facts = check_data(blend)
+    assert facts.tokenizer == chat / "tokenizer" and facts.masks_line is not None
+    assert facts.masks_line.endswith("data.train.1.prefix 10 of 900")
     assert [source.documents for source in prepared.facts.sources] == [2, 2, 2]
     # The saved configuration with all values filled in describes the same run.
     assert prepare(prepared.config, 1).config == prepared.config
@@ -146,6 +153,13 @@ def replaced(folder: Path, name: str) -> None:
     shutil.copy(folder.with_name("foreign").with_suffix(Path(name).suffix), folder / name)
 
 
+def masked(folder: Path, change: Callable[[Path], object]) -> list[str]:
+    write_mask(folder, "valid", bytes(300) + b"\1" * 600)
+    assert contents(folder).key != contents(write_folder(folder.with_name("plain"))).key
+    change(folder / "valid.mask")
+    return ["model.vocab_size=500"]
+
+
 def left_behind(folder: Path, name: str) -> list[str]:
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("{}")
@@ -205,6 +219,19 @@ MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
     },
     "a foreign index": lambda folder: replaced(folder, "train.idx"),
     "a foreign bin": lambda folder: replaced(folder, "train.bin"),
+    **{
+        f"a loss mask {name}": lambda folder, change=change: masked(folder, change)  # type: ignore[misc]
+        for name, change in {
+            "gone": lambda file: file.unlink(),
+            "cut short": lambda file: os.truncate(file, 899),
+            "replaced": lambda file: flip(file, 500),
+            "that the manifest does not know": lambda file: write_folder(file.parent),
+            "of another length without a manifest": lambda file: (
+                file.write_bytes(bytes(901)),
+                without_manifest(file.parent),
+            ),
+        }.items()
+    },
     "a pair that the manifest does not know": with_another_pair,
     "a plan left behind": lambda folder: left_behind(folder, "plan.json"),
     "a shard left behind": lambda folder: left_behind(folder, "shards/00003.json"),

@@ -263,6 +263,10 @@ ENDS: dict[str, tuple[list[str], dict[str, float]]] = {
     "kill -40 $$": (["failed: ended by signal 40; see"], {}),
     "sleep 60": (["failed: not done within 0.002 minutes; see"], {}),
     f"{WRITE}; echo broken > $OUT/model/other.json; exit 0": (["held 2.5000 ("], HELD),
+    WRITE.replace("null", 'null, "raw": {"bits_per_byte,none": 1.5}'): (
+        ["held 2.5000 ("],
+        {**HELD, "evaluation/held, bits per byte": 1.5},
+    ),
     f"{WRITE}; echo failed: other >&2; exit 1": (
         ["held 2.5000 (", "failed: exit code 1: failed: other; see"],
         HELD,

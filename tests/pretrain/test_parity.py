@@ -19,7 +19,7 @@ import pytest
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
 from tests.pretrain.conftest import SMALL, data_of
-from tests.pretrain.data_folder import write_folder
+from tests.pretrain.data_folder import write_folder, write_mask
 from tests.pretrain.jobs import CP2, OVERLAP, PP2, SP, TP2, Done, Job, deepspeed, run_all
 
 pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all cases
@@ -122,7 +122,7 @@ SPECIAL: dict[str, list[str]] = {
         "model.recurrence=3",
         "model.hyperset.lora_rank=2",
     ],
-    "loop": [TIED, "model.mixer=transformer", "model.recurrence=2"],
+    "loop": [TIED, "model.mixer=transformer", "model.recurrence=2", "model.mtp_depth=1"],
     # With a vocabulary of 512: at TP2 the rows of the second rank are all padding.
     "switched": [
         TIED,
@@ -135,13 +135,14 @@ SPECIAL: dict[str, list[str]] = {
     ],
 }
 # Documents end within sequences and, under sequence parallelism, at the cuts between ranks and next
-# to them; micro-batches differ in padding.
+# to them; micro-batches differ in padding and in the tokens that count.
 SEPARATE = ["data.documents=separate", "data.eod_loss=false", "data.packing=best_fit"]
 SPECIAL["separate"] = [
     TIED,
     "model.pattern=[fem_gla, cem]",
     "model.num_layers=4",
     FEATURES,
+    "model.mtp_depth=2",
     *SEPARATE,
 ]
 SOME = ("PP2 interleaved", "DP2", "TP2 x PP2 + SP")
@@ -241,10 +242,11 @@ def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> 
     documents = [
         [*(dice.randrange(20) for _ in range(dice.randint(0, 20))), 499] for _ in range(200)
     ]
-    short = data_of(write_folder(folder / "short", documents=documents), "train")
+    short = write_folder(folder / "short", documents=documents)
+    write_mask(short, "train", bytes(dice.random() < 0.6 for one in documents for _ in one))
 
     def overrides(model: str, settings: list[str], layout: str = "") -> list[str]:
-        data = short if model == "separate" else []
+        data = data_of(short, "train") if model == "separate" else []
         # A rank sums the gradients of two micro-batches, or of four with pipeline stages. In 8
         # bits, the tolerance is that of four.
         halved = "DP2" in layout or "PP2" in layout or ("fp8" in model) != (layout == OTHER)

@@ -49,7 +49,7 @@ PLAIN = ["model.mixer=transformer", TIED]
 Cases = dict[str, tuple[int, list[str]]]
 QUICK: Cases = {
     "TP2 + SP": (2, [*TP2, *SP, *PLAIN]),
-    "PP2": (2, [*PP2, *PLAIN]),
+    "PP2": (2, [*PP2, *PLAIN, "model.mtp_depth=1"]),
     "DP2, overlapped": (2, [*OVERLAP, "model.mixer=cem"]),
     "CP2": (2, [*CP2, TIED]),
     **{f"DP2, ZeRO-{stage}": (2, [*deepspeed(stage), *PLAIN]) for stage in (2, 3)},
@@ -212,7 +212,13 @@ def real(cases: Cases) -> dict[str, Recorded]:
             length = config.data.seq_length // config.parallel.context_parallel_size
             engine = make_engine(config, schedule)
             found[name] = recorded(
-                recorded_steps(engine, recorder, micro_batches(length), schedule, world)
+                recorded_steps(
+                    engine,
+                    recorder,
+                    micro_batches(length, depth=config.model.mtp_depth),
+                    schedule,
+                    world,
+                )
             )
             engine.close()
             destroy_model_parallel()

@@ -31,7 +31,7 @@ from pretrain.data.store_reader import StoreReader
 from pretrain.validate import prepare
 from tests.one_process import megatron_of_one_process
 from tests.pretrain.conftest import DEMO, SMALL, Command, data_of
-from tests.pretrain.data_folder import write_folder, write_pair
+from tests.pretrain.data_folder import write_folder, write_mask, write_pair
 from tests.pretrain.jobs import datasets_of
 from tests.pretrain.stores import SECRET, Store, bring_here, refused
 from tests.ranks import PATIENCE, _pretrain, forked, losses, records, wait_until
@@ -45,12 +45,15 @@ MANY = ["train.global_batch_size=8", "train.steps=16"]
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with 12 MB of short documents: three times the sample in its manifest."""
+    """A data folder with 12 MB of short documents, three times the sample in its manifest, and a
+    loss mask of 6 MB.
+    """
     dice = random.Random(1)
     folder = write_folder(
         tmp_path_factory.mktemp("large"),
         documents=[dice.choices(range(499), k=600) for _ in range(10_000)],
     )
+    write_mask(folder, "train", dice.randbytes(6_000_000).translate(bytes((0, 1)) * 128))
     for name in ("valid.bin", "valid.idx", "test.bin", "test.idx"):
         (folder / name).unlink()
     return folder
@@ -75,7 +78,7 @@ def expected(
 
 
 class Requests:
-    """Record of the requested ranges of .bin files, in order."""
+    """Record of the requested ranges of .bin and .mask files, in order."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.ranges = store, list[tuple[int, int]]()
@@ -83,7 +86,7 @@ class Requests:
 
     def __call__(self, client: socket.socket, data: bytes) -> bytes:
         for first, last in re.findall(
-            rb"^GET \S+\.bin HTTP.*?^range: bytes=(\d+)-(\d+)", data, re.I | re.S | re.M
+            rb"^GET \S+\.(?:bin|mask) HTTP.*?^range: bytes=(\d+)-(\d+)", data, re.I | re.S | re.M
         ):
             self.ranges.append((int(first), int(last) + 1))
         return data
@@ -210,7 +213,7 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
     assert half > full > 0 and anew > 0
 
 
-@pytest.mark.parametrize("gigabytes", [0.009, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gigabytes", [0.0135, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_what_is_kept_stays_within_its_bound(
     large: Path, tmp_path: Path, here: Store, gigabytes: float
 ) -> None:
@@ -226,7 +229,7 @@ def test_what_is_kept_stays_within_its_bound(
     config = load_run(DEMO, words)
     check_contents(check_data(config))
     requests, size = Requests(here), len(content)
-    (allowed,), count = shares([size], int(gigabytes * 1e9)), blocks_of(size)
+    (allowed, _), count = shares([size, size // 2], int(gigabytes * 1e9)), blocks_of(size)
     for _ in range(2):
         requests.ranges.clear()
         reader = StoreReader(config)
@@ -244,7 +247,7 @@ def test_what_is_kept_stays_within_its_bound(
         if may_keep(number, allowed, count)
     )
     assert requested == size - kept and abs(kept - allowed * BLOCK) < 4 * BLOCK
-    held = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("*/train.bin*"))
+    held = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("*/train.[bm]*"))
     assert kept <= held <= gigabytes * 1e9
     assert 0 < allowed < count or gigabytes == 1
     damaged(Path(local_prefix(f"{url}/train", tmp_path)))
@@ -278,7 +281,9 @@ def test_a_store_may_be_away_for_a_while(
     large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]
 ) -> None:
     url = store.upload(large)
-    dying = Dying(store, 64 + 80, lambda: "; trying again" in (tmp_path / "run.said.0").read_text())
+    dying = Dying(
+        store, 2 * (64 + 80), lambda: "; trying again" in (tmp_path / "run.said.0").read_text()
+    )
     codes, output = train(store, tmp_path / "run", *data_of(url, "train"), *MANY, NONE)
     assert codes == [0], output
     assert losses(tmp_path / "run") == expected
@@ -291,7 +296,7 @@ def test_a_run_continues_where_its_store_died(
 ) -> None:
     url = store.upload(large)
     settings = (*data_of(url, "train"), *MANY, NONE, "checkpoint.interval=2")
-    Dying(store, 64 + 90, lambda: False)
+    Dying(store, 2 * (64 + 90), lambda: False)
     codes, output = train(store, tmp_path / "run", *settings, patience=0.5)
     assert codes == [1] and output.count("error: ") == 1 and "Traceback" not in output
     assert f"error: {url}/train cannot be read: " in output
@@ -503,6 +508,7 @@ def test_many_may_bring_at_once_and_be_killed(large: Path, tmp_path: Path, here:
         "tokenizer",
         "train.bin",
         "train.idx",
+        "train.mask",
     }
 
 

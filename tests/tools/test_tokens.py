@@ -21,14 +21,14 @@ from data_prep.prepared.document_ids import IdsWriter, lines_at
 from data_prep.prepared.indexed import read_index
 from fem_common.config import dump_yaml
 from pretrain.config import load_run
-from pretrain.data.datasets import batches, build_datasets
+from pretrain.data.datasets import _counted, batches, build_datasets
 from pretrain.data.facts import check_contents
 from pretrain.data.store_reader import StoreReader
 from pretrain.validate import prepare
 from tests.one_process import megatron_of_one_process
 from tests.pretrain.conftest import DEMO, SMALL, Command, settings, tiny_data
 from tests.pretrain.conftest import pretrain as pretrain_command
-from tests.pretrain.data_folder import write_folder
+from tests.pretrain.data_folder import write_folder, write_mask
 from tests.pretrain.test_stages import STAGED
 from tests.tools.refusals import Refused, refused
 from tools.tokens.__main__ import main
@@ -151,6 +151,8 @@ def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_ba
         write_data(tmp_path / name, name, seed)
         for seed, name in enumerate(("one", "two")[:sources])
     ]
+    size = prefixes[-1].with_suffix(".bin").stat().st_size // 2
+    write_mask(prefixes[-1].parent, "train", bytes(random.Random(2).choices((0, 1), k=size)))
     dataset = begin(tmp_path / "run", prefixes, packing)
     steps = [rows_of(tmp_path / "run", "--step", step) for step in range(1, STEPS + 1)]
     for n, step in enumerate(steps):
@@ -160,11 +162,12 @@ def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_ba
     assert not any(row["seen"] for row in rows)
     read = tokens_of(rows)
     assert list(read) == list(range(STEPS * BATCH))
-    full = [dataset[sample]["tokens"].tolist() for sample in read]
-    assert all(
-        tokens == text[: len(tokens)] and not any(text[len(tokens) :])
-        for tokens, text in zip(read.values(), full, strict=True)
-    )
+    for sample, tokens in read.items():
+        flagged = dataset[sample]["tokens"]
+        text = _counted(dataset[sample])["tokens"].tolist()
+        assert tokens == text[: len(tokens)] and not any(text[len(tokens) :])
+        counted = sum(row["counted"] for row in rows if row["sample"] == sample)
+        assert counted == (flagged[: len(tokens)] < 500).sum()
     assert packing == "best_fit" or all(len(tokens) == LENGTH for tokens in read.values())
     assert {row["source"] for row in rows} == set(map(str, prefixes))
     by_sample = {sample: list(group) for sample, group in groupby(rows, lambda row: row["sample"])}
@@ -211,10 +214,12 @@ def test_without_the_data_numbers_stand_and_another_runs_cache_is_not_taken(
         for sample, group in groupby(zip(rows, full, strict=True), lambda pair: pair[0]["sample"]):
             *inner, (last, output) = group
             assert last == {**output, "id": None} and sample == output["sample"]
-            assert all(row == {**output, "id": None, "to": None} for row, output in inner)
+            assert all(
+                row == {**output, "id": None, "to": None, "counted": None} for row, output in inner
+            )
     assert main([str(tmp_path / "run"), "--step", "3"]) == 0
     header = capsys.readouterr().out.splitlines()[0].split()
-    assert header == "step sample seen source document from to id".split()
+    assert header == "step sample seen source document from to counted id".split()
 
 
 @pytest.mark.usefixtures("groups")

@@ -167,6 +167,13 @@ class Demo:
         data_prep = [self.shell.python, "-m", "data_prep"]
         stats = [*data_prep, "stats", data, "--picture", self.path("lengths.png")]
         commands = {"checking the data": [*data_prep, "verify", data], "counting": stats}
+        chat = "configs/data/chat"
+        if (self.shell.root / f"{chat}.jsonl").is_file():
+            commands["encoding conversations"] = [
+                *(*data_prep, "run", f"{chat}.jsonl", "--messages", "--tokenizer", tokenizer),
+                *("--chat-template", f"{chat}_template.jinja", "--out", self.path("chat")),
+                *("--valid-percent", VALID_PERCENT, "--test-percent", "0", again),
+            ]
         self.shell.together(commands, COMMAND_LIMIT)
 
     def pretrain_until_sigterm(self) -> None:

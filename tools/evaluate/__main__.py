@@ -19,7 +19,7 @@ from fem_common import cli
 from fem_common.errors import ConfigError
 from fem_common.exits import Exit
 from fem_common.text import aligned
-from tools.hf.paths import check_model
+from tools.hf.paths import check_model, is_folder
 
 from . import catalogue
 from .catalogue import find_tasks, harness_version
@@ -253,6 +253,7 @@ def named(words: list[str]) -> list[tuple[str, Path]]:
     """
     if not words:
         raise ConfigError("no MODEL: give run directories, checkpoints or Hugging Face folders")
+    words = [model for word in words for model in _runs(word) or [word]]
     found: list[tuple[str, Path]] = []
     for word in words:
         name, equals, after = word.partition("=")
@@ -278,6 +279,16 @@ def named(words: list[str]) -> list[tuple[str, Path]]:
                 f"{name!r} is not a valid name of a folder, or two models have it: give NAME=MODEL"
             )
     return [(name, path) for name, (_, path) in zip(names, found, strict=True)]
+
+
+def _runs(word: str) -> list[str]:
+    """Return the run directories in a folder that is no model itself; empty for other arguments."""
+    folder = Path(word)
+    found = sorted({str(step.parents[1]) for step in folder.glob("*/checkpoints/step_*")})
+    if not found or is_folder(folder) or (folder / "checkpoints").exists():
+        return []
+    _log(f"{word} contains runs, which are evaluated: {', '.join(found)}")
+    return found
 
 
 def listing(suite: Suite) -> str:

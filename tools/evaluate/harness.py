@@ -14,11 +14,12 @@ the result of the task is written.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,7 +37,9 @@ from fem_common.files import locked, sha256_json
 from fem_common.progress import Progress
 
 from .catalogue import Tasks, harness_version, quiet
+from .heldout import Sums
 from .perplexity import check_length, training_length
+from .results import BITS
 from .suite import SuiteTask
 
 
@@ -284,6 +287,13 @@ class Adaptor(HFLM):
             return both
         return both[0], self.tok_encode(continuation, add_special_tokens=False)
 
+    def fits(self, request: Instance) -> bool:
+        """Return True if the continuation of a request (context, continuation) fits the model.
+
+        The harness raises an error for a continuation of more than ``max_length`` tokens.
+        """
+        return len(self._encode_pair(*request.args)[1]) <= self.max_length
+
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
@@ -347,19 +357,97 @@ def ask(
         found = evaluate(
             adaptor, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
         )
-    assert found is not None
-    leaves = [leaf.name for leaf in tasks.leaves[column.task]]
+        assert found is not None
+        leaves = [leaf.name for leaf in tasks.leaves[column.task]]
+        scores = {name: numbers(found["results"][name]) for name in [column.task, *leaves]}
+        counts = {leaf: found["n-samples"][leaf]["effective"] for leaf in leaves}
+        asked = 0
+        for leaf in leaves:
+            golds = gold_requests(loaded["tasks"][leaf])
+            new = [gold for gold in golds if not gold.resps]
+            if not all(adaptor.fits(gold) for gold in new):
+                continue
+            for gold, answer in zip(new, adaptor.loglikelihood(new), strict=True):
+                gold.resps.append(answer)
+            asked += len(new)
+            # A task that has the metric itself, such as one of rolling log-likelihoods, keeps it.
+            scores[leaf] = {**bits_per_byte(golds), **scores[leaf]}
+        group = loaded["groups"].get(column.task)
+        if (
+            group
+            and group.has_aggregation
+            and all(f"{BITS},none" in scores[leaf] for leaf in leaves)
+        ):
+            like = replace(group.aggregate_metric_list[0], metric=BITS, filter_list=["none"])
+            group.aggregate_metric_list = [like]
+            parts = {leaf: {**scores[leaf], "sample_len": counts[leaf]} for leaf in leaves}
+            scores[column.task] |= numbers(group.aggregate(parts))
     versions = sorted({str(found["versions"][leaf]) for leaf in leaves})
     chance = {leaf: guessing(loaded["tasks"][leaf]) for leaf in leaves}
     return Answered(
-        scores={name: numbers(found["results"][name]) for name in [column.task, *leaves]},
-        counts={leaf: found["n-samples"][leaf]["effective"] for leaf in leaves},
+        scores=scores,
+        counts=counts,
         chance={leaf: share for leaf, share in chance.items() if share is not None},
         fewshot=max(found["n-shot"][leaf] for leaf in leaves),
         version=f"lm-eval {harness_version()}, task version {', '.join(versions)}",
         truncated=len(adaptor.answers.truncated),
-        requests=sum(len(task.instances) for task in loaded["tasks"].values()),
+        requests=asked + sum(len(task.instances) for task in loaded["tasks"].values()),
     )
+
+
+def gold_requests(task: Any) -> list[Instance]:
+    """Return one request (context, gold answer) for each evaluated example with a gold answer.
+
+    Multiple choice and log-likelihoods: answered requests of the task. Generation: new requests
+    without a response, with the task's delimiter before the answer, as in its few-shot examples. Of
+    several gold answers the first is used, because it is the same text for every model.
+    """
+    found = []
+    for request in task.instances:
+        if task.OUTPUT_TYPE == "loglikelihood":
+            found.append(request)
+            continue
+        choices = task.doc_to_choice(request.doc) if task.config.doc_to_choice else []
+        gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(request.doc)
+        gold = gold[0] if isinstance(gold, list) and gold else gold
+        if task.OUTPUT_TYPE == "multiple_choice":
+            if request.idx == (choices.index(gold) if gold in choices else gold):
+                found.append(request)
+        elif request.request_type == "generate_until":
+            if choices and isinstance(gold, int):
+                gold = choices[gold]
+            elif isinstance(task.config.doc_to_target, int):
+                continue  # a placeholder in a task without gold answers, such as IFEval
+            if isinstance(gold, int | float | str) and gold != "":
+                pair = (request.args[0], f"{task.config.target_delimiter}{gold}")
+                found.append(Instance("loglikelihood", request.doc, pair, 0, request.metadata))
+    return found
+
+
+def bits_per_byte(golds: Sequence[Instance]) -> dict[str, float]:
+    """Return the bits per byte of answered requests (context, gold answer) and its standard error.
+
+    It is the ratio of all bits to all UTF-8 bytes of the scored texts; by the harness's rule, white
+    space at the end of a context is part of the scored text. The names are those of the harness's
+    metrics. The result is empty without bytes.
+    """
+    nats = np.array([-gold.resps[0][0] for gold in golds])
+    texts = [args[0][len(args[0].rstrip()) :] + args[1] for args in (gold.args for gold in golds)]
+    sizes = np.array([len(text.encode()) for text in texts])
+    if not sizes.sum():
+        return {}
+    sums = Sums(
+        nats=float(nats.sum()),
+        tokens=int(sizes.sum()),
+        documents=len(golds),
+        nats_squared=float(nats @ nats),
+        nats_times_tokens=float(nats @ sizes),
+        tokens_squared=float(sizes @ sizes),
+    )
+    found = {f"{BITS},none": sums.mean / math.log(2)}
+    if sums.stderr is not None:
+        found[f"{BITS}_stderr,none"] = sums.stderr / math.log(2)
+    return found
 
 
 def numbers(scores: dict[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Sums:
     def add(
         self, first: int, losses: npt.NDArray[np.float64], starts: npt.NDArray[np.int64]
     ) -> None:
-        """Add the losses [n] of consecutive tokens, in nats.
+        """Add the losses [n] of consecutive tokens, in nats; NaN for tokens that do not count.
 
         first: index of the first of these tokens. starts: indices of the first tokens of all
         documents. A document may begin with tokens that are not scored, between the last added
@@ -110,8 +110,8 @@ class Sums:
         for number, piece in enumerate(np.split(losses, np.maximum(begun, 0))):
             if number:
                 self._close()
-            self.open_nats += float(piece.sum())
-            self.open_tokens += len(piece)
+            self.open_nats += float(np.nansum(piece))
+            self.open_tokens += int(np.count_nonzero(~np.isnan(piece)))
         self.position = first + len(losses)
 
     def _close(self) -> None:
@@ -165,7 +165,8 @@ class Text:
     """Tokens of a memory-mapped .bin/.idx pair.
 
     ids: [n] as stored. starts: int64 [documents + 1], the index of the first token of each
-    document, and n. The following are None without a manifest. eod: the id that ends a document.
+    document, and n. mask: uint8 [n], 0 for tokens that do not count in the loss; None if all count.
+    The following are None without a manifest. eod: the id that ends a document.
     vocab_size: entries of the tokenizer. whole_bytes: UTF-8 bytes of all documents. tokenizer:
     folder of the tokenizer.
     """
@@ -173,6 +174,7 @@ class Text:
     prefix: Path
     ids: npt.NDArray[Any]
     starts: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.uint8] | None
     eod: int | None
     vocab_size: int | None
     total_bytes: int | None
@@ -197,8 +199,13 @@ class Text:
         starts = np.concatenate([[0], ends[: np.searchsorted(ends, tokens) + 1]])
         sizes = np.diff(starts)
         firsts = self.starts[order[: len(sizes)]]
-        taken = [self.ids[i : i + size] for i, size in zip(firsts, sizes, strict=True)]
-        return replace(self, ids=np.concatenate(taken), starts=starts, total_bytes=None)
+
+        def taken(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            pieces = [values[i : i + size] for i, size in zip(firsts, sizes, strict=True)]
+            return np.concatenate(pieces)
+
+        mask = None if self.mask is None else taken(self.mask)
+        return replace(self, ids=taken(self.ids), starts=starts, mask=mask, total_bytes=None)
 
     def text_bytes(self, tokenizer: Any | None) -> int | None:
         """Return the number of UTF-8 bytes of all documents; None if it cannot be determined.
@@ -233,10 +240,12 @@ class Text:
     def identity(self) -> list[Any]:
         """Return values that identify the tokens independently of their folder.
 
-        They are a digest of the size and a sample of the .bin file, the number of tokens, and the
-        number of documents.
+        They are a digest of the size and a sample of the .bin file, the number of tokens, the
+        number of documents, and the digest of a loss mask.
         """
-        return [sample_digest(with_ending(self.prefix, "bin")), len(self.ids), self.documents]
+        endings = ["bin"] if self.mask is None else ["bin", "mask"]
+        digest, *mask = [sample_digest(with_ending(self.prefix, ending)) for ending in endings]
+        return [digest, len(self.ids), self.documents, *mask]
 
     def sections(self, per_document: bool, eod: int | None) -> Iterator[tuple[int, int]]:
         """Yield the spans [begin, end) that no window crosses (see ``windows``).
@@ -283,10 +292,14 @@ def open_text(prefix: Path) -> Text:
         ids = np.memmap(
             with_ending(prefix, "bin"), dtype=np.dtype(found.dtype).newbyteorder("<"), mode="r"
         )
+        mask = None
+        if source.mask is not None:
+            mask = np.memmap(with_ending(prefix, "mask"), dtype=np.uint8, mode="r")
     return Text(
         prefix,
         ids,
         ends[found.document_indices],
+        mask,
         facts.eod_id,
         facts.vocab_size,
         source.text_bytes,

@@ -15,13 +15,15 @@ Bits per byte are all nats / ln 2 / UTF-8 bytes of the entire text. The bytes ar
 data_prep counted or that the tokenizer decodes. Bits per byte are not available if first tokens of
 documents are not scored, because the bytes of the scored tokens are then unknown.
 
+Tokens that a loss mask next to the data excludes are not scored either.
+
 A result is one file per task in the format of ``tools.evaluate``:
 
 - ``value`` is nats per token at the longest context length, ``stderr`` its standard error over
   the ``n`` documents.
 - ``subtasks`` has one entry per context length ("@128", "@256"), unless only one was measured.
 - ``raw`` contains, for the longest context length: bits_per_byte, perplexity, nats, tokens,
-  unscored (number of first tokens that are not scored), bytes, context, stride, per_document,
+  unscored (number of tokens that are not scored), bytes, context, stride, per_document,
   data. ``raw.contexts`` contains the same for every length.
 
 The command writes one file per context length, for example ``valid_256.json`` with the label
@@ -126,7 +128,10 @@ def measure(
 def _losses(
     opened: OpenModel, text: Text, batch: Sequence[Window]
 ) -> list[npt.NDArray[np.float64]]:
-    """Return the losses in nats of the scored tokens, one array per window, from one model call."""
+    """Return the losses in nats of the scored tokens, one array per window, from one model call.
+
+    The losses of tokens that do not count are NaN.
+    """
     import torch
 
     longest = max(map(len, batch))
@@ -168,6 +173,8 @@ def _losses(
                 f"{opened.name}: the loss of token {place} of {text.prefix} is not finite: check"
                 " that the model's weights are finite"
             )
+        if text.mask is not None:
+            losses[text.mask[window.first : window.end + 1] == 0] = np.nan
     return found
 
 
@@ -226,6 +233,11 @@ def heldout_result(
             for text in texts
         ]
         found.append(sum(by_text[1:], by_text[0]))
+        if not found[-1].tokens:
+            raise ConfigError(
+                f"data {', '.join(map(str, prefixes))}: no scored token counts in the loss, by its"
+                " .mask; name other data with --data PREFIX"
+            )
     sizes = [text.text_bytes(opened.tokenizer) for text in texts]
     text_bytes = None if None in sizes else sum(size for size in sizes if size is not None)
     kept.remove()
@@ -355,7 +367,8 @@ def check_length(opened: OpenModel, option: str, length: int | None) -> None:
 def _raw(
     sums: Sums, settings: Settings, texts: Sequence[Text], text_bytes: int | None
 ) -> dict[str, Any]:
-    # First tokens of documents. The first token of each text is never scored and not counted.
+    # First tokens of documents and masked ones. The first token of each text is never scored and
+    # not counted here.
     unscored = sum(len(text.ids) - 1 for text in texts) - sums.tokens
     text_bytes = None if unscored else text_bytes
     return {
@@ -503,8 +516,9 @@ def _command(given: argparse.Namespace) -> None:
         )
     if raw["unscored"]:
         print(
-            f"tools.evaluate.perplexity: no bits/byte: {raw['unscored']:,} documents have no"
-            " end-of-document token before them, so that their first tokens are not scored",
+            f"tools.evaluate.perplexity: no bits/byte: {raw['unscored']:,} tokens are not scored:"
+            " first tokens of documents without an end-of-document token before them, or tokens"
+            " that a loss mask excludes",
             file=sys.stderr,
         )
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
 
 from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
 from fem_common.text import counted
 
-from .table import Column, Point, Table, printed
+from .table import Column, Point, Table, in_bits, printed
 
 BEST, OTHER = COLOURS[1], COLOURS[0]
 ACROSS = 3  # panels side by side, at most: more would be too small on a page of 830 pixels
@@ -26,13 +27,18 @@ ROW, HEAD = 0.27, 1.05  # inches per model in a panel, and for the title and axi
 def scores(table: Table) -> Any:
     """Return the figure of scores with one panel per column, arranged by groups of columns.
 
-    Models are sorted by average rank. A dashed line is the score of guessing.
+    Panels of bits per byte follow, where a model has them. Models are sorted by average rank. A
+    dashed line is the score of guessing.
     """
-    groups = [
-        (name, list(columns))
-        for name, columns in groupby(table.columns, key=lambda column: column.group)
-    ]
-    sizes = [len(columns) for _, columns in groups]
+    groups = [(table, *group) for group in _groups(table)]
+    bits = in_bits(table)
+    if bits is not None:
+        known = tuple(column for column in bits.columns if any(bits.cells(column)))
+        groups += [
+            (bits, f"Bits per byte: {name}".removesuffix(": "), columns)
+            for name, columns in _groups(replace(bits, columns=known))
+        ]
+    sizes = [len(columns) for _, _, columns in groups]
     across = min(
         range(1, ACROSS + 1), key=lambda wide: sum(math.ceil(size / wide) for size in sizes)
     )
@@ -49,7 +55,7 @@ def scores(table: Table) -> Any:
     title_text = f"{title}, {counted(len(table.rows), 'model')}: {legend}"
     figure.suptitle(title_text, x=0.01, ha="left", fontsize=11)
     parts = figure.subfigures(len(groups), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, (name, columns), count in zip(parts, groups, lines, strict=True):
+    for part, (own, name, columns), count in zip(parts, groups, lines, strict=True):
         if name:
             part.suptitle(name, x=0.01, ha="left", fontsize=11, fontweight="bold")
         grid = part.subplots(count, across, squeeze=False).ravel()
@@ -57,8 +63,15 @@ def scores(table: Table) -> Any:
             if place >= len(columns):
                 axes.set_visible(False)
                 continue
-            _panel(axes, table, columns[place], order, named=place % across == 0)
+            _panel(axes, own, columns[place], order, named=place % across == 0)
     return figure
+
+
+def _groups(table: Table) -> list[tuple[str, list[Column]]]:
+    return [
+        (name, list(columns))
+        for name, columns in groupby(table.columns, key=lambda column: column.group)
+    ]
 
 
 def _order(table: Table) -> list[int]:

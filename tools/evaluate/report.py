@@ -26,7 +26,7 @@ from fem_common.text import aligned
 
 from .results import Result, Score, read
 from .suite import Suite, load_suite
-from .table import Point, Table, build, heldout, printed
+from .table import Point, Table, build, heldout, in_bits, printed
 
 MISSING = "–"
 AVERAGE = "Leaderboard average, rescaled"
@@ -60,6 +60,10 @@ def markdown(table: Table) -> str:
             " are over the columns that every model has; models with the same printed score share"
             " the better rank."
         )
+    bits = in_bits(table)
+    if bits is not None:
+        note = "Of the gold answers, in UTF-8 bytes; lower is better."
+        blocks += ["## Bits per byte", note, _scores(bits)]
     blocks += [*_published(table), *_rescaled(table), *_heldout(table)]
     blocks += ["## Columns", _columns(table)]
     if table.notes:
@@ -199,7 +203,11 @@ def console(table: Table) -> str:
     """
     # The character after each number is for the star.
     heads = [f"{row.model} ".rjust(12) for row in table.rows]
-    lines = aligned([[table.suite.ljust(len(AVERAGE)), *heads], *_grid(table)], (0,))
+    grid, bits = _grid(table), in_bits(table)
+    if bits is not None:
+        empty = [""] * len(heads)
+        grid += [["", *empty], ["Bits per byte of the gold answers", *empty], *_grid(bits)]
+    lines = aligned([[table.suite.ljust(len(AVERAGE)), *heads], *grid], (0,))
     legend = "± one standard error; * best" if len(table.rows) > 1 else "± one standard error"
     notes = [textwrap.fill(note, 120) for note in (legend, *table.notes)]
     return "\n".join([*lines, "", *notes, ""])
@@ -271,6 +279,7 @@ def _result_json(result: Result, rank: int | None, rescaled: Score | None) -> di
     return {
         **vars(result.score),
         "rank": rank,
+        "bits_per_byte": _score(result.bits),
         "rescaled": _score(rescaled),
         "subtasks": {name: vars(part) for name, part in result.subtasks.items()},
         "raw": result.raw,

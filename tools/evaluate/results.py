@@ -92,6 +92,7 @@ def leaderboard(score: Score, subtasks: Sequence[Score]) -> Score:
 
 
 FORMAT = 1
+BITS = "bits_per_byte"  # metric of gold answers in ``raw`` of a result
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,14 @@ class Result(Written):
     file: Path
     name: str
     score: Score
+
+    @property
+    def bits(self) -> Score | None:
+        """Bits per byte of the gold answers; None if unknown, and for held-out loss."""
+        value = self.raw.get(f"{BITS},none")
+        if value is None:
+            return None
+        return Score(value, self.raw.get(f"{BITS}_stderr,none"), self.score.n)
 
 
 def read(folders: Sequence[Path]) -> list[Result]:

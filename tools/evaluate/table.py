@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .perplexity import METRIC as HELDOUT
-from .results import Result, Score, ScoreError, leaderboard, mean
+from .results import BITS, Result, Score, ScoreError, leaderboard, mean
 from .suite import Suite, SuiteTask
 
 PLACES = 3
@@ -53,7 +53,8 @@ class Column:
     @property
     def settings_text(self) -> str:
         """Metric and few-shot count as text, shown below the heading."""
-        metric = "nats/token" if self.metric == HELDOUT else self.metric.replace(",none", "")
+        known = {HELDOUT: "nats/token", BITS: "bits/byte"}
+        metric = known.get(self.metric) or self.metric.replace(",none", "")
         return metric if self.fewshot is None else f"{metric}, {self.fewshot}-shot"
 
 
@@ -174,6 +175,29 @@ class Table:
         for row in self.rows:
             scores.append([row.results[column.name].score.value for column in columns])
         return summary(scores, [column.higher_is_better for column in columns])
+
+
+def in_bits(table: Table) -> Table | None:
+    """Return the table of bits per byte of the gold answers, without held-out columns.
+
+    None if no result has them.
+    """
+    rows = []
+    for row in table.rows:
+        results = {
+            name: replace(result, score=result.bits, metric=BITS, higher_is_better=False)
+            for name, result in row.results.items()
+            if result.bits is not None
+        }
+        rows.append(Row(row.model, row.model_key, results, {}, None))
+    columns = tuple(
+        replace(column, metric=BITS, chance=None, higher_is_better=False, rescaled=False)
+        for column in table.columns
+        if column.metric != HELDOUT
+    )
+    if not any(row.results for row in rows):
+        return None
+    return Table(table.suite, table.title, columns, tuple(rows), ())
 
 
 def _cut(result: Result) -> list[Any]:

@@ -45,6 +45,8 @@ def check(given: argparse.Namespace) -> None:
         fixed = "--greedy"
     elif given.beams > 1:
         fixed = "--beams"
+    elif given.speculative:
+        fixed = "--speculative"
     requested = [_option(name) for name in DRAWN if getattr(given, name) is not None]
     if fixed and requested:
         raise ConfigError(
@@ -53,6 +55,10 @@ def check(given: argparse.Namespace) -> None:
         )
     if given.greedy and given.beams > 1:
         raise ConfigError("--greedy and --beams exclude each other: leave one of them out")
+    others = [name for name in ("no_cache", "compile") if getattr(given, name)]
+    if given.speculative and (others or given.beams > 1):
+        other = _option((others or ["beams"])[0])
+        raise ConfigError(f"--speculative and {other} exclude each other: leave one of them out")
     if given.compile and given.no_cache:
         raise ConfigError("--compile needs the cache: leave --no-cache out")
     given.draws = not fixed
@@ -73,7 +79,8 @@ def parser() -> cli.Parser:
     found = cli.Parser(
         prog="python -m tools.generate",
         description="Continue prompts and stream the text to stdout; speed and cache size are "
-        "printed on stderr. Without --greedy or --beams the next token is sampled.",
+        "printed on stderr. Without --greedy, --beams or --speculative the next "
+        "token is sampled.",
     )
     found.add_argument(
         "model",
@@ -120,6 +127,12 @@ def parser() -> cli.Parser:
         "--no-cache", action="store_true", help="recompute the whole text for every token"
     )
     found.add_argument(
+        "--speculative",
+        action="store_true",
+        help="greedy decoding of one prompt with drafts by the model's modules of multi-token "
+        "prediction (model.mtp_depth): the same tokens in fewer forward passes",
+    )
+    found.add_argument(
         "--compile",
         action="store_true",
         help="torch.compile the decoding step; takes a minute, and needs a C++ compiler on a CPU",
@@ -150,6 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
         check(given)
         options = vars(given)
         prompts = read_prompts(options.pop("prompts"), options.pop("file"))
+        if given.speculative and len(prompts) > 1:
+            raise ConfigError(
+                f"--speculative continues one prompt, not {len(prompts)}: start it for each"
+            )
         check_model(given.model, given.tokenizer)
         del options["greedy"]  # recorded in ``draws``
         # Importing torch and transformers takes seconds that --help or an error need not wait for.

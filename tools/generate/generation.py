@@ -24,6 +24,8 @@ from pretrain.plan.run_plan import decoding_state_bytes
 from tools.hf.open_model import OpenModel, open_model, quiet_transformers
 from tools.hf.tokenizer import SPECIAL_IDS, first_line
 
+from .speculative import Speculation, speculate
+
 BETWEEN = "-" * 20  # a line between the texts of several prompts
 COMPILING_STEPS = 2  # first decoding steps, during which torch compiles
 
@@ -50,7 +52,7 @@ class Clock(StoppingCriteria):
 class Settings:
     """Settings of a generation, with the names of the command's options.
 
-    draws: True if the next token is sampled.
+    draws: True if the next token is sampled. speculative: see ``speculative``.
     """
 
     model: Path
@@ -65,6 +67,7 @@ class Settings:
     beams: int
     seed: int
     no_cache: bool
+    speculative: bool
     compile: bool
     json: bool
 
@@ -77,6 +80,7 @@ class Answer:
     sizes: prompt lengths in tokens.
     texts: text of each row.
     cache: the cache that ``generate`` returned, or None.
+    speculation: result of speculative decoding, or None.
     interrupted: True after Ctrl-C.
     """
 
@@ -88,6 +92,7 @@ class Answer:
     rows: list[list[int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     cache: Any | None = None
+    speculation: Speculation | None = None
     interrupted: bool = False
 
 
@@ -123,8 +128,8 @@ def run(prompts: list[str], settings: Settings) -> int:
 def encode(opened: OpenModel, prompts: list[str], settings: Settings) -> list[list[int]]:
     """Return the token ids of each prompt.
 
-    Raises ConfigError if the model has no tokenizer or is not causal, or if a prompt has no tokens
-    or too many.
+    Raises ConfigError if the model has no tokenizer, is not causal or lacks the modules for
+    speculative decoding, or if a prompt has no tokens or too many.
     """
     if opened.tokenizer is None:
         raise ConfigError(f"{opened.source} has {opened.no_tokenizer}")
@@ -132,6 +137,11 @@ def encode(opened: OpenModel, prompts: list[str], settings: Settings) -> list[li
         raise ConfigError(
             f"{opened.source} is an encoder (model.causal=false): it reads all tokens at once and "
             "cannot continue a text"
+        )
+    if settings.speculative and not hasattr(opened.model, "mtp_modules"):
+        raise ConfigError(
+            "--speculative: the model has no modules of multi-token prediction; train with "
+            "model.mtp_depth=1, and export with --mtp"
         )
     rows = [opened.encode(prompt) for prompt in prompts]
     for index, row in enumerate(rows, 1):
@@ -177,23 +187,26 @@ def generate(
     clock = answer.clock
     try:
         with quiet_transformers(), compiled_on(model.device, settings) as compiler:
-            done = model.generate(
-                ids.to(model.device),
-                attention_mask=mask.to(model.device),
-                pad_token_id=pad,
-                stopping_criteria=[clock],
-                streamer=streamer,
-                return_dict_in_generate=True,
-                do_sample=settings.draws,
-                temperature=settings.temperature,
-                top_k=settings.top_k,
-                top_p=settings.top_p,
-                max_new_tokens=settings.max_new_tokens,
-                num_beams=settings.beams,
-                use_cache=not settings.no_cache,
-                **compiler,
-            )
-        found, answer.cache = done.sequences, getattr(done, "past_key_values", None)
+            if settings.speculative:
+                found = _speculate(answer, rows[0], ends, streamer)
+            else:
+                done = model.generate(
+                    ids.to(model.device),
+                    attention_mask=mask.to(model.device),
+                    pad_token_id=pad,
+                    stopping_criteria=[clock],
+                    streamer=streamer,
+                    return_dict_in_generate=True,
+                    do_sample=settings.draws,
+                    temperature=settings.temperature,
+                    top_k=settings.top_k,
+                    top_p=settings.top_p,
+                    max_new_tokens=settings.max_new_tokens,
+                    num_beams=settings.beams,
+                    use_cache=not settings.no_cache,
+                    **compiler,
+                )
+                found, answer.cache = done.sequences, getattr(done, "past_key_values", None)
     except KeyboardInterrupt:
         answer.interrupted = True
         if streamer is not None:
@@ -205,6 +218,26 @@ def generate(
         answer.rows.append(new[:stop])
         answer.texts.append(tokenizer.decode(row + new[:stop], skip_special_tokens=True))
     return answer
+
+
+def _speculate(
+    answer: Answer, row: list[int], ends: set[int | None], streamer: TextStreamer | None
+) -> Tensor:
+    """Return the prompt's ids ``row`` and their continuation, [1, t], by speculative decoding."""
+    shown, ids = list(row), torch.tensor([row])
+    if streamer is not None:
+        streamer.put(ids)
+    for found in speculate(answer.opened.model, row, answer.settings.max_new_tokens, ends):
+        answer.speculation, answer.cache = found, found.cache
+        for token in found.tokens[len(shown) - len(row) :]:
+            shown.append(token)
+            ids = torch.tensor([shown])
+            answer.clock(ids, None)
+            if streamer is not None:
+                streamer.put(ids[0, -1:])
+    if streamer is not None:
+        streamer.end()
+    return ids
 
 
 def left_padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -260,6 +293,14 @@ def costs(answer: Answer) -> dict[str, Any]:
         "cache_tokens": None,
         "cache_formula_bytes": None,
     }
+    if answer.speculation is not None:
+        seen = answer.speculation
+        found |= {
+            "drafted": seen.drafted,
+            "accepted": seen.accepted,
+            "passes": seen.passes,
+            "modules_cache_bytes": sum(map(layer_bytes, seen.modules_cache.layers)),
+        }
     layers = getattr(answer.cache, "layers", None)
     if layers:
         assert answer.cache is not None
@@ -324,6 +365,12 @@ def cost_lines(answer: Answer, cost: dict[str, Any]) -> list[str]:
         lines.append(
             f"cache: {cost['cache_bytes']:,} bytes, {held}{cost['cache_tokens']} tokens "
             f"of {rows} sequences{formula}"
+        )
+    if "drafted" in cost:
+        lines.append(
+            f"speculative: {cost['accepted']} of {cost['drafted']} drafts accepted, "
+            f"{cost['new_tokens'] / max(1, cost['passes']):.2f} tokens per forward pass; cache of "
+            f"the modules: {cost['modules_cache_bytes']:,} bytes"
         )
     if settings.draws:
         lines.append(f"seed: {settings.seed}")

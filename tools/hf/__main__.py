@@ -109,6 +109,12 @@ def _parser() -> Parser:
     verb.add_argument(
         "--overwrite", action="store_true", help="replace OUT if it is an earlier export"
     )
+    verb.add_argument(
+        "--mtp",
+        action="store_true",
+        help="keep the modules of multi-token prediction, for tools.generate --speculative; the"
+        " folder then contains its code, also of a plain Transformer",
+    )
     verb.set_defaults(function=partial(_run, "export", "export_checkpoint", _check_export))
 
     verb = verbs.add_parser(

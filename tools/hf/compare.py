@@ -21,7 +21,7 @@ from fem_common.text import first_few
 from .folder import UNREAD
 from .weight_conversion import Tensors
 
-LOGITS = "logits"
+LOGITS, MTP = "logits", "mtp_modules."
 TOP = {"embed_tokens": "embedding", "norm": "final norm", "lm_head": LOGITS}
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.(.*))?$")
 
@@ -37,6 +37,8 @@ def place(path: str) -> str:
     ``model.layers.3.mixer.in_proj`` becomes ``layer 3, mixer.in_proj``. Outside the layers the
     result is the common term for the module if TOP contains one, else its name.
     """
+    if path.startswith(MTP):
+        return path
     found = _LAYER.search(path)
     if found is None:
         leaf = path.rpartition(".")[2]
@@ -58,7 +60,7 @@ def layer_of(where: str) -> float:
     found = re.match(r"layer (\d+)", where)
     if found:
         return int(found[1])
-    return float("inf") if where in ("final norm", LOGITS) else -1
+    return math.inf if where in ("final norm", LOGITS) or where.startswith(MTP) else -1
 
 
 @torch.no_grad()
@@ -113,6 +115,7 @@ NOT_COMPUTED = (
     "init_std",
     "initializer_range",
     "attention_backend",
+    "mtp_loss_weight",
 )
 CHUNK = 1 << 22  # numbers compared in one step: 32 MB in float64
 

@@ -11,6 +11,7 @@ FemLMForCausalLM, the training code itself (see ``bundle``), with these paramete
     decoder.layers.N.*                         model.layers.N.*
     decoder.final_layernorm.weight             model.norm.weight
     output_layer.weight                        lm_head.weight; absent if tied
+    mtp_modules.N.*                            mtp_modules.N.*; dropped without --mtp
 
 The names within a layer, mixer.* and mlp.*, are equal on both sides. No tensor is reshaped; only
 the rows that pad the vocabulary are dropped (see ``weight_conversion``).
@@ -29,7 +30,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def export(
     known_ids: Mapping[str, Any] | None = None,
     weights_license: License | None = None,
     overwrite: bool = False,
+    mtp: bool = False,
     shard_bytes: int = 5 * 10**9,
     progress: Progress | None = None,
 ) -> None:
@@ -98,7 +100,8 @@ def export(
     ``model_card``); its ``seq_length`` also becomes the context length of the configuration.
     training: content of training.json, for programs. known_ids: special tokens that the tokenizer
     lacks (see ``special_ids``). weights_license: license in the model card; code has its own
-    license. shard_bytes: maximum size of a file of weights.
+    license. mtp: keep the modules of multi-token prediction. shard_bytes: maximum size of a file
+    of weights.
 
     Raises:
         ConfigError: tensors are missing, unknown or of a wrong shape; ``out`` is not empty or
@@ -106,6 +109,7 @@ def export(
     """
     refuse_occupied(out, overwrite)
     check_shapes(source.shapes, model)
+    model = kept(model, mtp)
     tokens = special_ids(tokenizer.tokenizer if tokenizer else None, known_ids or {})
     config = hf_config(model, dtype, tokens, card.get("seq_length"))
     code = bundle(model.blocks()) if isinstance(config, FemLMConfig) else {}
@@ -137,6 +141,19 @@ def export(
             weights_license,
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def kept(model: ModelConfig, mtp: bool) -> ModelConfig:
+    """Return the model with or, without ``mtp``, without modules of multi-token prediction.
+
+    Raises ConfigError if there are none to keep.
+    """
+    if mtp and not model.mtp_depth:
+        raise ConfigError(
+            "--mtp: the checkpoint has no modules of multi-token prediction (model.mtp_depth=0);"
+            " leave --mtp out"
+        )
+    return model if mtp else replace(model, mtp_depth=0)
 
 
 def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
@@ -260,12 +277,14 @@ def export_checkpoint(
     license_id: str | None,
     max_shard_size: str,
     overwrite: bool,
+    mtp: bool,
 ) -> None:
     """Export the checkpoint at ``checkpoint`` to the folder ``out``.
 
     checkpoint: the folder of a step, of any layout, or a run directory, whose newest checkpoint is
     exported. dtype, tokenizer: None: those of the checkpoint. license_id: license of the weights
-    for the model card (see ``License.read``). max_shard_size: text such as ``5GB``.
+    for the model card (see ``License.read``). max_shard_size: text such as ``5GB``. mtp: keep the
+    modules of multi-token prediction.
 
     Raises:
         ConfigError: see ``export``; the tokenizer of the training is missing, or a different one is
@@ -279,6 +298,7 @@ def export_checkpoint(
     found = check_export(checkpoint, out, overwrite)
     config, source = run_config(found.path, found.manifest), Weights(found.path)
     check_shapes(source.shapes, config.model)
+    model = kept(config.model, mtp)
     manifests, notes = data_manifests(config)
     for note in notes:
         print(f"tools.hf: note: {note}", file=sys.stderr)
@@ -296,10 +316,11 @@ def export_checkpoint(
             known_ids=found.inherited.special_ids,
             weights_license=weights_license,
             overwrite=overwrite,
+            mtp=mtp,
             shard_bytes=size,
             progress=progress,
         )
-    trust = "" if why_not_stock(config.model) is None else ", trust_remote_code=True"
+    trust = "" if why_not_stock(model) is None else ", trust_remote_code=True"
     print(f"wrote {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}{trust}) loads it")
     compare = command_line("hf", "verify", out, checkpoint)
     talk = [command_line("generate", out, "Once upon a time")] if used else []

@@ -130,11 +130,18 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
         theirs = name if name in have else embedding
         fill = _rows(want[name].shape[0])
         origins[name] = Origin((theirs,), want[name].size, fill, taken=frozenset({theirs}))
-    for layer, (ours, block) in enumerate(zip(source.blocks(), target.blocks(), strict=True)):
+    pairs = zip(source.blocks(), target.blocks(), strict=True)
+    layers = [(f"decoder.layers.{layer}.", *pair) for layer, pair in enumerate(pairs)]
+    for number in range(min(source.mtp_depth, target.mtp_depth)):
+        module, outside = f"mtp_modules.{number}.", target.mtp.own_weights()
+        layers.append((f"{module}block.", source.mtp.block, target.mtp.block))
+        own = {name: _unchanged(name, weight.size) for name, weight in outside.items()}
+        origins |= _renamed(own, module)
+    for prefix, ours, block in layers:
         found = _renamed(_mixer(ours.mixer, block.mixer), "mixer.")
         if ours.mlp is not None and block.mlp is not None:
             found |= _renamed(_mlp(ours.mlp, block.mlp), "mlp.")
-        origins |= _renamed(found, f"decoder.layers.{layer}.")
+        origins |= _renamed(found, prefix)
     origins = {name: origins[name] for name in want if name in origins}
     taken = frozenset().union(*(origin.taken for origin in origins.values()))
     left = []
@@ -209,8 +216,8 @@ def _general(name: str) -> tuple[str, list[int]]:
 
     The list is empty outside the layers.
     """
-    found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
-    return (f"decoder.layers.N.{found[2]}", [int(found[1])]) if found else (name, [])
+    found = re.match(r"(decoder\.layers|mtp_modules)\.(\d+)\.(.*)", name)
+    return (f"{found[1]}.N.{found[3]}", [int(found[2])]) if found else (name, [])
 
 
 def _generalised(names: tuple[str, ...]) -> list[str]:
@@ -406,5 +413,7 @@ def _all_of(name: str) -> list[str]:
 
 def _parts_of(name: str, source: ModelConfig) -> list[str]:
     """Return the parts of a tensor (see ``_all_of``), given its name in the full model."""
-    found = re.match(r"(decoder\.layers\.\d+\.(?:mixer|mlp)\.)(.*)", name)
+    found = re.match(
+        r"((?:decoder\.layers\.\d+|mtp_modules\.\d+\.block)\.(?:mixer|mlp)\.)(.*)", name
+    )
     return [found[1] + part for part in _all_of(found[2])] if found else [name]

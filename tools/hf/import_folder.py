@@ -334,7 +334,7 @@ def _padded_as(model: ModelConfig, training: dict[str, Any]) -> ModelConfig:
     if trained is None:
         return model
     try:
-        known = ModelConfig.from_dict(trained)
+        known = replace(ModelConfig.from_dict(trained), mtp_depth=0)  # a stock class has no modules
     except TypeError:  # written by a newer version: only its padding is used
         known = replace(model, **{key: trained[key] for key in _padding(model) if key in trained})
     alike = [

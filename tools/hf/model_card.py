@@ -155,6 +155,10 @@ def _architecture(model: ModelConfig, dtype: Any) -> list[tuple[str, Any]]:
         ("Rotary position embedding", model.rope),
         ("Weights", str(dtype).removeprefix("torch.")),
     ]
+    if model.mtp_depth:
+        size = sum(weight.size for weight in model.mtp.weights().values())
+        what = f"{model.mtp_depth} of {size:,} parameters each, not used by `forward`"
+        rows.append(("Modules of multi-token prediction", what))
     if model.pattern:
         rows.append(("Mixers of the layers, repeated in this order", " ".join(model.pattern)))
     for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():

@@ -22,12 +22,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fem_megatron.block import Block
+from fem_megatron.block import Block, PredictionModule
 from fem_megatron.config import ModelConfig
 from fem_megatron.documents import Documents
 from fem_megatron.mup import starts_from
 from fem_megatron.parallel import OneProcess
-from fem_megatron.shape import FIXED, OUTPUT, BlockShape, Normal, Weight
+from fem_megatron.shape import FIXED, OUTPUT, BlockShape, Normal, Weight, Weights
 from fem_megatron.state import Capacity, Context, State
 
 from .configuration_fem import FemLMConfig
@@ -245,10 +245,7 @@ class FemBlock(GradientCheckpointingLayer, Block):
     def __init__(self, shape: BlockShape, layer_idx: int, causal: bool, recurrence: int) -> None:
         super().__init__(shape, Alone(torch.get_default_dtype()))
         self.layer_idx, self.causal, self.recurrence = layer_idx, causal, recurrence
-        for name, weight in shape.weights().items():
-            path, _, leaf = name.rpartition(".")
-            owner = self.get_submodule(path)
-            owner.starts = {**getattr(owner, "starts", {}), leaf: weight}  # type: ignore[assignment]
+        _remember(self, shape.weights())
 
     def forward(  # type: ignore[override]
         self,
@@ -285,6 +282,14 @@ class FemBlock(GradientCheckpointingLayer, Block):
         return x
 
 
+def _remember(module: nn.Module, weights: Weights) -> None:
+    """Store the `Weight` of each parameter, from which ``_init_weights`` initialises it."""
+    for name, weight in weights.items():
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        owner.starts = {**getattr(owner, "starts", {}), leaf: weight}  # type: ignore[assignment]
+
+
 class FemLMPreTrainedModel(PreTrainedModel):
     """Base class of the models, with the attributes that transformers requires."""
 
@@ -292,7 +297,7 @@ class FemLMPreTrainedModel(PreTrainedModel):
     config_class = FemLMConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["FemBlock"]
+    _no_split_modules = ["FemBlock", "PredictionModule"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _is_stateful = True
@@ -340,6 +345,8 @@ class FemLMModel(FemLMPreTrainedModel):
     Raises:
         ValueError: sizes in the configuration do not match, or its recurrence is below 1.
     """
+
+    _keys_to_ignore_on_load_unexpected = [r"^mtp_modules\."]
 
     def __init__(self, config: FemLMConfig) -> None:
         super().__init__(config)
@@ -402,14 +409,12 @@ class FemLMModel(FemLMPreTrainedModel):
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.embed_velocities is not None:
-            if input_ids is None:
-                raise ValueError(
-                    "inputs_embeds: this model also needs velocities, from a separate embedding of"
-                    " the tokens; give input_ids"
-                )
-            x = torch.cat((x, self.embed_velocities(input_ids)), dim=-1)
+        if inputs_embeds is not None and self.embed_velocities is not None:
+            raise ValueError(
+                "inputs_embeds: this model also needs velocities, from a separate embedding of"
+                " the tokens; give input_ids"
+            )
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         borders = _borders(kwargs, x)
         if past_key_values is not None and borders is not None:
             raise ValueError(
@@ -455,6 +460,13 @@ class FemLMModel(FemLMPreTrainedModel):
         )
         return output if return_dict is not False else output.to_tuple()
 
+    def embed(self, input_ids: Any) -> Tensor:
+        """Return the stream of tokens [b, t] before the first block, with velocities if any."""
+        x: Tensor = self.embed_tokens(input_ids)
+        if self.embed_velocities is not None:
+            x = torch.cat((x, self.embed_velocities(input_ids)), dim=-1)
+        return x
+
     def _cache(self, given: Any, use_cache: bool | None) -> Any:
         """Return the cache that this call updates.
 
@@ -480,7 +492,11 @@ class FemLMModel(FemLMPreTrainedModel):
 
 
 class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
-    """Language model: FemLMModel and the output layer."""
+    """Language model: FemLMModel and the output layer.
+
+    mtp_modules: modules of multi-token prediction that the export kept, which ``forward`` does not
+    use; absent if there are none.
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     largest_static_cache = 0
@@ -489,6 +505,17 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = FemLMModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        model = ModelConfig.from_dict(config.model_fields())
+        if model.mtp_depth:
+            shape, alone = model.mtp, Alone(torch.get_default_dtype())
+            self.mtp_modules = nn.ModuleList(
+                PredictionModule(
+                    shape, FemBlock(shape.block, k, model.causal, config.recurrence), alone
+                )
+                for k in range(model.mtp_depth)
+            )
+            for module in self.mtp_modules:
+                _remember(module, shape.own_weights())
         self.post_init()
 
     def new_cache(self, max_cache_len: int | None = None) -> FemCache:

@@ -75,6 +75,8 @@ def why_not_stock(model: ModelConfig) -> str | None:
         return f"model.mlp={model.mlp} is not SwiGLU, the MLP of a plain Transformer"
     if model.recurrence != 1:
         return f"model.recurrence={model.recurrence} applies every block more than once"
+    if model.mtp_depth:
+        return f"model.mtp_depth={model.mtp_depth} adds modules of multi-token prediction"
     if not model.causal:
         return "model.causal=false: the model is not causal"
     if not model.rope:

@@ -13,7 +13,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from .compare import (
     number,
     trace,
 )
+from .export import hf_config
 from .folder import read_folder
 from .open_model import (
     misread_by_transformers,
@@ -49,6 +50,7 @@ from .open_model import (
 )
 from .paths import is_folder
 from .stock import exported
+from .tokenizer import SPECIAL_IDS
 from .weight_conversion import Tensors
 
 SHOWN = 8  # settings and tensors that are listed before "and N more"
@@ -254,6 +256,18 @@ class Side:
         others = {key: value for key, value in settings.items() if not key.startswith("rope_")}
         return others | {"architecture": asdict(self.config)}
 
+    def without_modules(self) -> Side:
+        """Return a checkpoint's side without modules of multi-token prediction.
+
+        Its class is then that of its export without them.
+        """
+        if self.config is None or not self.config.mtp_depth or is_folder(self.source):
+            return self
+        model = replace(self.config, mtp_depth=0)
+        tokens = {name: getattr(self.hf, name) for name in SPECIAL_IDS}
+        hf = hf_config(model, self.dtype, tokens, self.hf.max_position_embeddings)
+        return replace(self, config=model, hf=hf)
+
 
 def verify(
     a: Path,
@@ -290,6 +304,8 @@ def verify(
         ]
         one, requested = _remember(a, texts, readers[0] or readers[1], Path(scratch), device)
         two, differences, predictions, skipped = _compare(b, requested, Path(scratch), device)
+    if one.ours != two.ours:
+        one, two = one.without_modules(), two.without_modules()
     tied = any(side.hf.tie_word_embeddings for side in (one, two))
     weights = compare_weights(_tensors(one), _tensors(two), tied=tied)
     # Without a common name, or with one model of our modeling code, nothing was compared.

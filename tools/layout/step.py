@@ -125,7 +125,8 @@ def step_time(plan: Plan, machine: Machine) -> StepTime:
     between_stages = 0.0
     if stages > 1:
         # bf16 hidden states, in both directions.
-        size = 2 * 2 * tokens * config.model.stream_size / plan.training.sequence_split
+        stream = config.model.stream_size * (1 + config.model.mtp_depth)
+        size = 2 * 2 * tokens * stream / plan.training.sequence_split
         hops = 2 * (micro + stages) * machine.latency["fabric"]
         between_stages = (1 - machine.overlap) * (micro * chunks * size / machine.fabric) + hops
     updated = max(stage.parameters for stage in plan.memory)
@@ -163,9 +164,14 @@ def _stages(plan: Plan) -> int:
     return plan.config.parallel.pipeline_model_parallel_size
 
 
+def _depth(plan: Plan) -> float:
+    """Return the number of layers on a rank of the last stage, with those of the MTP modules."""
+    return plan.config.model.num_layers / _stages(plan) + plan.config.model.mtp_depth
+
+
 def _layers(plan: Plan) -> float:
-    """Return the number of layer applications on a rank."""
-    return plan.config.model.num_layers * plan.config.model.recurrence / _stages(plan)
+    """Return the number of layer applications on a rank of the last stage."""
+    return _depth(plan) * plan.config.model.recurrence
 
 
 def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
@@ -180,7 +186,8 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     attention = flops.pop("attention", 0.0)
     attention_twice = twice.pop("attention", 0.0)
     forward, backward = machine.attention
-    ranks = _stages(plan) * tensor
+    # The ranks that share the layers' work as the last stage has it.
+    ranks = tensor * (model.num_layers + model.mtp_depth) / _depth(plan)
     # A third of a layer's traffic, norms and residual stream, is split only by sequence
     # parallelism.
     split = 2 / (3 * tensor) + 1 / (3 * plan.training.sequence_split)
@@ -188,8 +195,8 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     traffic = 0.0
     for name, _, count in model.mixers:
         size = machine.traffic[name][0] * model.recurrence * 1024 * model.hidden_size / 2048
-        traffic += count * size * split * repeated
-    logits = 5 * 4 * model.padded_vocab_size() / tensor
+        traffic += count * size * split * repeated * _depth(plan) / model.num_layers
+    logits = (1 + model.mtp_depth) * 5 * 4 * model.padded_vocab_size() / tensor
     return {
         "products": (
             (3 * sum(flops.values()) + sum(twice.values()))
@@ -197,7 +204,7 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
             + 3 * head / (tensor * machine.rate(model.hidden_size))
         ),
         "attention": ((attention + attention_twice) / forward + 2.5 * attention / backward) / ranks,
-        "pointwise": (traffic / _stages(plan) + logits) / machine.bandwidth,
+        "pointwise": (traffic + logits) / machine.bandwidth,
     }
 
 
@@ -205,7 +212,7 @@ def _launches(plan: Plan, machine: Machine) -> float:
     """Return the number of kernels that a rank launches for a micro-batch."""
     model = plan.config.model
     kernels = sum(n * machine.traffic[name][1] for name, _, n in model.mixers) * model.recurrence
-    return kernels * (1 + 0.4 * _again(plan, machine)) / _stages(plan)
+    return kernels * (1 + 0.4 * _again(plan, machine)) * _depth(plan) / model.num_layers
 
 
 def _again(plan: Plan, machine: Machine) -> float:

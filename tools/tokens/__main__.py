@@ -21,7 +21,7 @@ from fem_common.text import aligned
 from tools.tokens.order import Order, Piece, open_order
 from tools.tokens.steps import RunRecord, read_run
 
-COLUMNS = ("step", "sample", "seen", "source", "document", "from", "to", "id")
+COLUMNS = ("step", "sample", "seen", "source", "document", "from", "to", "counted", "id")
 ABOUT = """Print the documents that a training step reads, or the steps that read a document.
 
 Each line is a part of a document, with the columns
@@ -32,6 +32,7 @@ Each line is a part of a document, with the columns
   source    the .bin/.idx pair
   document  number of the document in its source, from 0
   from, to  tokens [from, to) of the document, EOD included
+  counted   number of these tokens that count in the loss
   id        the document's id from PREFIX.ids; ? if data_prep did not record ids, or if they are in
             a store
 
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
             for row in rows:
                 print(json.dumps(row, ensure_ascii=False))
         elif rows:
-            print(*aligned([COLUMNS, *map(_cells, rows)], left=[3, 7]), sep="\n")
+            print(*aligned([COLUMNS, *map(_cells, rows)], left=[3, 8]), sep="\n")
         else:
             print(f"{given.run_dir}: no step of the run reads this document")
 
@@ -222,6 +223,7 @@ def _output_rows(record: RunRecord, order: Order, pieces: list[Piece]) -> list[d
             document,
             start,
             stop,
+            order.sources[number].counted(document, start, stop),
             ids[number].get(document),
         )
         rows.append(dict(zip(COLUMNS, values, strict=True)))

@@ -29,7 +29,7 @@ from fem_common.errors import ConfigError
 from fem_common.files import sha256
 from fem_common.stores import is_url
 from pretrain.config import RunConfig
-from pretrain.data.facts import Contents, SourceContents, read_manifest
+from pretrain.data.facts import Contents, SourceContents, read_manifest, sample_digest
 from pretrain.data.index_cache import COMPLETE, IndexCache, index_cache
 from pretrain.data.store_cache import local_prefix, store_cache
 from pretrain.training_stages import Part
@@ -57,11 +57,13 @@ class SiblingFacts:
 
     lengths: tokens of each document, int32 [n]; None if unavailable.
     ids: path of the file with the document ids; None if unavailable.
-    fault: reason why both are unavailable.
+    mask: path of the loss mask; None if unavailable.
+    fault: reason why all are unavailable.
     """
 
     lengths: npt.NDArray[np.int32] | None = None
     ids: Path | None = None
+    mask: Path | None = None
     fault: str | None = None
 
 
@@ -73,7 +75,7 @@ class Source:
     """
 
     def __init__(self, base: Path, source: SourceContents, cache: Path) -> None:
-        self.prefix = source.prefix
+        self.prefix, self.masked = source.prefix, bool(source.mask)
         self.sibling_facts = _sibling_facts(source, local_prefix(source.prefix, cache))
         self.documents = _mapped(base, "document")
         self.samples = _mapped(base, "sample")
@@ -96,6 +98,19 @@ class Source:
             if stop is None or stop > start:
                 yield document, start, stop
             start = 0
+
+    def counted(self, document: int, start: int, stop: int | None) -> int | None:
+        """Return the number of a document's tokens [start, stop) that count in the loss.
+
+        None if it is unknown.
+        """
+        mask, lengths = self.sibling_facts.mask, self.sibling_facts.lengths
+        if stop is None or not self.masked:
+            return stop if stop is None else stop - start
+        if mask is None or lengths is None:
+            return None
+        first = int(lengths[:document].sum(dtype=np.int64)) + start
+        return int(np.count_nonzero(np.memmap(mask, np.uint8, "r", first, (stop - start,))))
 
     def positions(self, documents: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the positions of samples that may contain tokens of ``documents``, ascending."""
@@ -344,4 +359,11 @@ def _sibling_facts(source: SourceContents, prefix: str) -> SiblingFacts:
     recorded = (
         same_size and entry["ids"] and ids.is_file() and ids.stat().st_size == entry["ids"]["bytes"]
     )
-    return SiblingFacts(read_index(index).lengths, ids if recorded else None)
+    mask = Path(f"{prefix}.mask")
+    same_mask = mask.is_file() and not is_url(source.prefix)
+    if same_mask:
+        held = (entry.get("mask") or {}).get("sha256") or sample_digest(mask)
+        same_mask = held == source.mask
+    return SiblingFacts(
+        read_index(index).lengths, ids if recorded else None, mask if same_mask else None
+    )

@@ -224,6 +224,11 @@ def test_the_quick_suite(run: Run) -> None:
     assert all(label in out for label in ("Brackets", "Keywords", "Next line", "Recall", "Idioms"))
     assert "--limit 4: scores of a part of the examples, not of the complete tasks" in err
     assert "skipped: llama heldout: llama: no held-out data is recorded for it" in err
+    (row,) = json.loads(Path("out/results.json").read_text())["models"]
+    found = {name: one["bits_per_byte"]["value"] for name, one in row["results"].items()}
+    assert len(found) == 5 and all(value > 0 for value in found.values())
+    # Each of the four examples is generated, and its gold answer is scored.
+    assert result("quick_recall")["requests"] == 8
 
 
 @pytest.mark.parametrize(
@@ -243,6 +248,20 @@ def test_models_have_names(words: str, names: str) -> None:
     assert [name for name, _ in named(words.split())] == names.replace(
         "HERE", Path.cwd().name
     ).split()
+
+
+def test_a_folder_of_runs_is_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("b", "a"):
+        (tmp_path / run / "checkpoints/step_00000001").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    runs = [("a", tmp_path / "a"), ("b", tmp_path / "b")]
+    assert named([str(tmp_path)]) == runs
+    assert (
+        f"{tmp_path} contains runs, which are evaluated: {runs[0][1]}, " in capsys.readouterr().err
+    )
+    # The demo links its folder to one of its runs, so the folder is this run.
+    (tmp_path / "checkpoints").symlink_to("b/checkpoints")
+    assert named([str(tmp_path)]) == [(tmp_path.name, tmp_path)]
 
 
 @pytest.mark.parametrize("words", ["", "a a", "x=a x=b", "=a", ".x=a"])

@@ -30,7 +30,7 @@ from tests.tools.evaluate.tiny import (
 from tests.tools.refusals import Refused
 from tools.evaluate import results
 from tools.evaluate.catalogue import find_tasks
-from tools.evaluate.harness import Adaptor, Answered, Answers, NotANumber, ask
+from tools.evaluate.harness import Adaptor, Answered, Answers, NotANumber, ask, bits_per_byte
 from tools.evaluate.suite import SuiteTask, load_suite
 from tools.hf.open_model import OpenModel
 
@@ -265,6 +265,68 @@ def test_multiple_choice_and_its_standard_error(tmp_path: Path) -> None:
     assert result["version"].endswith("task version 2.0")
 
 
+BITS, ERROR = "bits_per_byte,none", "bits_per_byte_stderr,none"
+
+
+def bits(model: OpenModel, *pairs: tuple[str, str]) -> float:
+    """Return all bits of the continuations by all their bytes, from the definition."""
+    nats = sum(by_hand(model, *pair)[0] for pair in pairs)
+    return -nats / math.log(2) / sum(len(text.encode()) for _, text in pairs)
+
+
+def gold(text: str, choices: list[str], answer: int) -> tuple[str, str]:
+    return text, choices[answer]
+
+
+def test_bits_per_byte_by_hand() -> None:
+    """6 bits for the 3 bytes of " é", and 2 for the 4 of " 日", whose space ends the context: 8/7,
+    while the mean of both ratios is 5/4. The deviations 6 - 3 * 8/7 and 2 - 4 * 8/7 are +-18/7, so
+    the error is sqrt(2 / 1 * 2 * (18/7)^2) / 7 = 36/49.
+    """
+    pairs = requests("loglikelihood", ("Q:", " é"), ("Q: ", "日"))
+    for request, number in zip(pairs, (6, 2), strict=True):
+        request.resps.append((-number * math.log(2), False))
+    assert bits_per_byte(pairs) == pytest.approx({BITS: 8 / 7, ERROR: 36 / 49})
+    assert bits_per_byte(pairs[:1]) == pytest.approx({BITS: 2.0})
+    assert bits_per_byte([]) == {}
+
+
+# A list's first gold answer counts; tiny_contexts scores one text after each context, as winogrande
+# does. rel: log-probabilities are fp32.
+@pytest.mark.parametrize(
+    ("task", "rows", "pairs"),
+    [
+        ("choices", {}, [gold(**row) for row in CHOICES]),
+        (
+            "choices",
+            {"choices": [{**row, "answer": [1, 0]} for row in CHOICES]},
+            [(row["text"], row["choices"][1]) for row in CHOICES],
+        ),
+        ("contexts", {}, [(row["choices"][row["answer"]], row["text"]) for row in CHOICES]),
+        ("words", {}, [(row["text"], row["target"]) for row in WORDS]),
+        (
+            "written",
+            {"written": [{"text": "Say", "answer": "né"}, {"text": "q", "answer": "日"}]},
+            [("Say", " né"), ("q", " 日")],
+        ),
+        ("written", {"written": [{"text": "q", "answer": ["two", "2"]}]}, [("q", " two")]),
+        ("written", {"written": [{"text": "q", "answer": LETTERS}]}, []),  # longer than the context
+        ("unanswered", {}, []),
+    ],
+)
+def test_bits_per_byte_of_each_kind_of_task(
+    tmp_path: Path, task: str, rows: dict[str, Any], pairs: list[tuple[str, str]]
+) -> None:
+    model = opened("fem_gla")
+    metric = "exact_match" if task in ("written", "unanswered") else "acc"
+    _, found = answered(tmp_path, model, f"task: tiny_{task}, metric: {metric}, fewshot: 0", **rows)
+    scores = found.scores[f"tiny_{task}"]
+    assert f"{metric},none" in scores and (BITS in scores) == bool(pairs)
+    if pairs:
+        assert scores[BITS] == pytest.approx(bits(model, *pairs), rel=1e-5)
+        assert (ERROR in scores) == (len(pairs) > 1)
+
+
 def test_examples_in_the_prompt(tmp_path: Path) -> None:
     model = opened("transformer")
     _, found = answered(tmp_path, model, "task: tiny_choices, fewshot: 2", limit=3)
@@ -284,6 +346,9 @@ def test_a_group_weighs_by_size_and_reports_its_parts(tmp_path: Path) -> None:
     result, scores = results.harness_result(column, found), right(model, CHOICES)
     assert result["value"] == pytest.approx((sum(scores) + sum(scores[:2])) / 7)
     assert result["subtasks"]["tiny_fewer"]["value"] == pytest.approx(sum(scores[:2]) / 2)
+    all_bits, fewer = (bits(model, *(gold(**row) for row in CHOICES[:n])) for n in (5, 2))
+    assert result["raw"][BITS] == pytest.approx((5 * all_bits + 2 * fewer) / 7, rel=1e-5)
+    assert result["raw"][ERROR] > 0
     assert (
         result["subtasks"]["tiny_fewer"]["chance"],
         result["subtasks"]["tiny_choices"]["n"],

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data_prep.prepared.indexed import IndexedWriter
+from fem_common.errors import ConfigError
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.data_folder import write_folder
 from tests.tools.evaluate.tiny import END, byte_tokenizer, llama_folder
@@ -165,6 +166,31 @@ def test_the_mean_is_that_of_a_loop_over_tokens(
             assert result["value"] == pytest.approx(mean, rel=rel)
             assert result["stderr"] == pytest.approx(stderr, rel=1e-9)
             assert (result["raw"]["tokens"], result["n"]) == (len(ids) - 1, len(LENGTHS))
+
+
+@pytest.mark.parametrize("tokens", [None, 20])
+def test_a_loss_mask_leaves_the_mean_to_the_tokens_that_count(
+    fem: OpenModel, prefix: Path, tokens: int | None
+) -> None:
+    """Bits per byte are unknown then; a sample takes its part of the mask."""
+    ids = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16)
+    plain = data_digest(prefix, one(prefix))
+    mask = (ids % 3 == 0).astype(np.uint8)
+    prefix.with_suffix(".mask").write_bytes(mask.tobytes())
+    assert data_digest(prefix, one(prefix)) != plain
+    text = open_text(prefix).sample(tokens)
+    assert text.mask is not None and text.mask.tolist() == (text.ids % 3 == 0).tolist()
+    model = replace(fem, tokenizer=Ends())
+    result = measured(model, one(prefix, 16, stride=5, max_tokens=tokens))
+    losses = loop(model.model, text.ids, [(0, len(text.ids))], 16, 5)
+    counted = [nats for place, nats in losses.items() if text.mask[place]]
+    # float64 on both sides; sums in another order.
+    assert result["value"] == pytest.approx(np.mean(counted), rel=1e-12)
+    assert result["raw"]["tokens"] == len(counted) < len(losses)
+    assert result["raw"]["bits_per_byte"] is None
+    prefix.with_suffix(".mask").write_bytes(bytes(len(mask)))
+    with pytest.raises(ConfigError, match="no scored token counts"):
+        measured(model, one(prefix, 16))
 
 
 def test_windows_score_every_token_once_and_from_enough() -> None:

@@ -65,6 +65,9 @@ def test_a_panel_a_column_a_dot_a_model(tmp_path: Path) -> None:
     write(tmp_path / "one", "alone", "arc", 0.5)
     only = panels(tmp_path / "one", "arc")["ARC"]
     assert [text.get_text() for text in only.get_yticklabels()] == ["alone"]
+    write(tmp_path / "one", "alone", "arc", 0.5, raw={"bits_per_byte,none": 1.5})
+    # The panel of bits per byte is the later one of the same title.
+    assert dots(panels(tmp_path / "one", "arc")["ARC"])[0][:2] == (0, 1.5)
     far = panels(tmp_path, "far")["FAR"]
     assert not guessing(far) and "‹ guessing 0.5" in [text.get_text() for text in far.texts]
 

@@ -107,6 +107,27 @@ def test_a_missing_result_is_a_dash_and_its_column_ranks_nobody(
     assert "*" not in cells(markdown(table_of(tmp_path)), "a")[2]
 
 
+def test_bits_per_byte_have_a_table_in_which_less_is_better(tmp_path: Path) -> None:
+    """Results of earlier versions have none; held-out loss has its own table."""
+    for model, score, value in (("a", 0.3, 1.5), ("b", 0.4, 1.25), ("old", 0.2, None)):
+        raw = {"bits_per_byte,none": value, "bits_per_byte_stderr,none": 0.125}
+        write(tmp_path, model, "arc", score, raw=raw if value else {})
+        write(tmp_path, model, "old_task", score)
+        write_heldout(tmp_path, model, {128: 3.0})
+    table = table_of(tmp_path)
+    shown = markdown(table)
+    bits = shown[shown.index("## Bits per byte") : shown.index("## Held-out loss")]
+    assert "ARC<br>bits/byte, 0-shot" in bits and "VALID" not in bits
+    assert cells(bits, "a") == ["<u>1.500</u> ± 0.125", "–", "–", "–"]
+    assert cells(bits, "b")[:2] == ["**1.250** ± 0.125", "–"]
+    assert cells(bits, "old") == ["–", "–", "–", "–"]
+    assert re.search(
+        r"^ARC \(bits/byte, 0-shot\) +1.500±0.125  +1.250±0.125\* +–$", console(table), re.M
+    )
+    found = [row["results"]["arc"]["bits_per_byte"] for row in as_json(table)["models"]]
+    assert found == [{"value": 1.5, "stderr": 0.125}, {"value": 1.25, "stderr": 0.125}, None]
+
+
 def test_without_a_suite_columns_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for name in ("valid_256", "valid_64", "arc", "10x", "9x"):
         write(tmp_path, "a|b<c", name, 0.3)

@@ -25,6 +25,7 @@ from tests.tools.hf.small import random_state
 from tests.tools.hf.texts import save, text_model
 from tests.tools.refusals import Refused
 from tests.tools.refusals import refused as refused
+from tools.bench.speculative import main as benchmark
 from tools.generate import generation
 from tools.generate.__main__ import main
 from tools.generate.generation import BETWEEN
@@ -248,6 +249,24 @@ def test_ctrl_c_keeps_the_text_so_far(
         assert text == full or text.startswith(full.removesuffix("\n") + f"\n{BETWEEN}\nanother")
 
 
+def test_speculative(
+    generate: Generate, answer: Answer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text of greedy decoding, streamed and as JSON, with the accepted drafts."""
+    model = text_model("fem_gla", mtp_depth=2)
+    path = save(model, tmp_path / "model", random_state(model, dtype=torch.float32))
+    found = answer(path, PROMPT, "--speculative")
+    assert found["results"] == answer(path, PROMPT, "--greedy")["results"]
+    costs = found["costs"]
+    assert costs["new_tokens"] == costs["passes"] + costs["accepted"]
+    assert costs["cache_formula_bytes"] == costs["cache_bytes"] > 0 < costs["modules_cache_bytes"]
+    streamed, report = generate(path, PROMPT, "--speculative")
+    assert streamed == found["results"][0]["text"] + "\n"
+    assert f"{costs['accepted']} of {costs['drafted']} drafts accepted" in report
+    assert benchmark([str(path), "--new", "4", "--rounds", "1"]) == 0
+    assert capsys.readouterr().out.endswith("the tokens are equal\n")
+
+
 MISTAKES = (
     "",
     "EMPTY",
@@ -259,6 +278,12 @@ MISTAKES = (
     "x --top-p 1.5",
     "x --max-new-tokens 0",
     "x --compile --no-cache",
+    "x --speculative --compile",
+    "x --speculative --no-cache",
+    "x --speculative --beams 2",
+    "x --speculative --top-k 3",
+    "x y --speculative",
+    "x --speculative",
     f"{'x' * 500} --max-new-tokens 14",
 )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +132,9 @@ def random_state(
     return state
 
 
-def here(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def here(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Return a name's model as this repository's FemLMForCausalLM, without a folder."""
-    config = config_of(name)
+    config = replace(config_of(name), **changes)
     model: Any = FemLMForCausalLM(FemLMConfig(config.__dict__)).eval()
     model.to(dtype)
     state = {hf_name(key): weight for key, weight in random_state(config, dtype=dtype).items()}
@@ -202,6 +202,7 @@ def export(
     options: dict[str, Any] = {
         "tokenizer": Tokenizer.load(tokenizer, model) if tokenizer else None,
         "card": {},
+        "mtp": model.mtp_depth > 0,
     }
     export_weights(
         Held(state), model, out, **(options | {"dtype": next(iter(state.values())).dtype} | changes)

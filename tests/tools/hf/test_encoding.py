@@ -34,7 +34,7 @@ def with_template(folder: Path) -> None:
 
 def read(opened: OpenModel, text: str) -> list[int]:
     """Return the ids of a prompt, after checking that generation and the harness agree."""
-    settings: Any = SimpleNamespace(max_new_tokens=1)
+    settings: Any = SimpleNamespace(max_new_tokens=1, speculative=False)
     (generated,) = generation.encode(opened, [text], settings)
     requested = Adaptor(opened, 1)
     assert (

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import pipeline
 from transformers.cli.serving.model_manager import ModelManager
 
 from fem_common.errors import ConfigError
@@ -49,13 +50,18 @@ def test_the_code_on_the_card_runs(
 
 @pytest.mark.parametrize("name", ["fem_softmax", "transformer"])
 def test_transformers_serve_loads_what_the_card_names(name: str, tmp_path: Path) -> None:
-    """The card also names a missing chat template."""
+    """The card also names a missing chat template; with one, a pipeline takes messages."""
     tokenizer = write_tokenizer(tmp_path / "tokenizer", VOCAB)
     folder = export(small(name), tmp_path / "model", tokenizer=tokenizer)
     assert "no chat template" in card(folder)[1]
-    (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tokenizer / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
     with_template = export(small(name), tmp_path / "chat", tokenizer=tokenizer)
     assert "no chat template" not in card(with_template)[1]
+    write = pipeline("text-generation", str(with_template), trust_remote_code=name == "fem_softmax")
+    (answer,) = write([{"role": "user", "content": "w1 w2"}], max_new_tokens=3, do_sample=False)
+    assert [message["role"] for message in answer["generated_text"]] == ["user", "assistant"]
     server = ModelManager(device="cpu", trust_remote_code=name == "fem_softmax")
     if changed := re.search(r'`"architectures": (\["\w+"\])`', card(folder)[1]):
         with pytest.raises(AttributeError):

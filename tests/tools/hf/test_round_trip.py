@@ -37,13 +37,14 @@ EVERYTHING = small(
     num_layers=len(MIXERS), pattern=MIXERS, num_query_groups=2, attention=QKV_BIAS
 ).__dict__
 # The entire catalogue in one model, one layer per mixer. Variants: plain; tied embeddings, looped
-# with an adapter for each iteration, CEM's MLP in every layer, several paddings of the vocabulary;
-# and through transformers' own classes, whose configurations cannot contain every setting (padding,
-# nulls).
+# with an adapter for each iteration, CEM's MLP in every layer, several paddings of the vocabulary,
+# modules of multi-token prediction; and through transformers' own classes, whose configurations
+# cannot contain every setting (padding, nulls).
 TRIPS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "every mixer": ({}, torch.float32),
     "every mixer, looped": (
         {"tie_embeddings": True, "recurrence": 2, "mlp": "cem", "make_vocab_size_divisible_by": 48}
+        | {"mtp_depth": 2}
         | {"cem": CemConfig(diagonal="head"), "hyperset": HyperSetConfig(lora_rank=2)},
         torch.bfloat16,
     ),
@@ -75,7 +76,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     exports = []
     for trip in range(2):
         exports.append(tmp_path / f"hf{trip}")
-        assert hf("export", last, exports[-1]) == 0
+        assert hf("export", last, exports[-1], *["--mtp"][: model.mtp_depth]) == 0
         last = tmp_path / f"again{trip}"
         assert hf("import", exports[-1], last) == 0
         equal(weights(last), state)

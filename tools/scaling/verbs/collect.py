@@ -356,9 +356,9 @@ def _held(config: RunConfig) -> str | None:
             if path.name not in manifest.splits:
                 return None
             entry = manifest.splits[path.name]
-            sources.append(
-                SourceContents(split, source.prefix, entry["idx_sha256"], entry["bin_sha256"])
-            )
+            mask = (entry["mask"] or {}).get("sha256", "")
+            hashes = entry["idx_sha256"], entry["bin_sha256"], mask
+            sources.append(SourceContents(split, source.prefix, *hashes))
     return Contents(tuple(sources)).key if sources else None
 
 
