@@ -42,6 +42,7 @@ CODES = """exit codes:
    75  another process uses the folder: the same command may succeed later
   130  Ctrl-C; 143  SIGTERM"""
 KEPT = "the same command continues where it stopped"
+SENT_AGAIN_SECONDS = 0.05  # until a swallowed signal is sent again
 _ENDS: dict[int, str] = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "terminated",
@@ -267,8 +268,21 @@ def signals_as_interrupt() -> Iterator[None]:
     In a process that is forked inside the block, these signals terminate the process at once. An
     exception could be lost in the child, because Python swallows exceptions that are raised before
     its fork hooks have finished.
+
+    Python also swallows an exception that is raised in a finalizer or in the callback of a weak
+    reference, and calls ``sys.unraisablehook``. Inside the block, the signal is then sent again, a
+    moment later.
     """
     own = os.getpid()
+    hook, timers = sys.unraisablehook, list[threading.Timer]()
+
+    def swallowed(unraisable: sys.UnraisableHookArgs) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            hook(unraisable)
+            return
+        number = getattr(unraisable.exc_value, "number", signal.SIGINT)
+        timers.append(threading.Timer(SENT_AGAIN_SECONDS, os.kill, (os.getpid(), number)))
+        timers[-1].start()
 
     def ended(number: int, _: FrameType | None) -> None:
         if os.getpid() == own:
@@ -280,7 +294,13 @@ def signals_as_interrupt() -> Iterator[None]:
         yield
         return
     with taken((signal.SIGTERM, signal.SIGHUP), ended):
-        yield
+        sys.unraisablehook = swallowed
+        try:
+            yield
+        finally:
+            sys.unraisablehook = hook
+            for timer in timers:
+                timer.cancel()
 
 
 def is_want_of_memory(error: BaseException) -> bool:

@@ -315,6 +315,32 @@ def test_a_forked_worker_is_ended_by_the_first_signal() -> None:
     assert subprocess.run([sys.executable, "-c", FORKED], timeout=60).returncode == 0
 
 
+FINALIZER = """
+import os, signal, time
+from fem_common.cli import run
+
+class Freed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(9):  # the exception of the handler is raised here at the latest
+            pass
+
+def main():
+    Freed()
+    time.sleep(30)
+
+raise SystemExit(run("test", main))
+"""
+
+
+def test_a_signal_during_a_finalizer_ends_the_command() -> None:
+    """Python swallows the exception there, and in callbacks of weak references."""
+    done = subprocess.run(
+        [sys.executable, "-c", FINALIZER], capture_output=True, text=True, timeout=25
+    )
+    assert done.returncode == 143 and "Exception ignored" not in done.stderr, done
+
+
 def test_the_table_of_the_page_has_every_code() -> None:
     """Scripts and external launchers read the numbers in the table; KILLED is never a command's own
     code.

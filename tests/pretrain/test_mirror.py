@@ -387,4 +387,4 @@ def test_a_signal_ends_the_sender(tmp_path: Path, store: Store) -> None:
     assert f"checkpoint {step.name} is in" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143 and "Traceback" not in output
+    assert process.returncode == 143 and "Traceback" not in output, output
