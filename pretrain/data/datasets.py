@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset, _MMapBinReader
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split, compile_helpers
 
 from fem_common.errors import ConfigError
@@ -282,14 +282,18 @@ class _Masked:
 
     def __init__(self, source: GPTDataset, reader: StoreReader) -> None:
         self.ids, path = source.dataset.bin_reader, source.dataset_path
-        self.mask = (
-            StoredFile(reader, path, mask=True) if is_url(path) else _MMapBinReader(f"{path}.mask")
-        )
+        self.stored = StoredFile(reader, path, mask=True) if is_url(path) else None
+        self.local = None if is_url(path) else np.memmap(f"{path}.mask", np.uint8, "r")
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray[Any, Any]:
         """Return ``count`` ids from byte ``offset`` of the .bin on, int64 [count]."""
         ids = self.ids.read(dtype, count, offset).astype(np.int64)
-        mask = self.mask.read(np.uint8, count, offset // np.dtype(dtype).itemsize)
+        first = offset // np.dtype(dtype).itemsize
+        if self.stored is None:
+            assert self.local is not None
+            mask = self.local[first : first + count]
+        else:
+            mask = self.stored.read(np.uint8, count, first)
         return ids + _UNCOUNTED * (mask == 0)
 
 
@@ -498,7 +502,9 @@ def batches(
             key: torch.stack([sample[key] for sample in samples]) for key in (*FIELDS, _COUNTED)
         }
         _check_ids(batch, samples, dataset)
-        cuts = ends.found(batch) if ends and (ends.separate or not ends.loss) else None
+        cuts = None
+        if mtp_depth and ends and (ends.separate or not ends.loss):
+            cuts = ends.found(batch)
         known = {} if ends is None else ends.applied(batch, device)
         # After `ends`, which find padding by the loss mask.
         batch["loss_mask"] = batch["loss_mask"] * batch.pop(_COUNTED)

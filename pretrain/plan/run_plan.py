@@ -130,9 +130,8 @@ def forward_flops(
     """Return component -> FLOPs of one token's forward pass.
 
     Only matrix products are counted; a multiply-add counts as two. The modules of multi-token
-    prediction are included. Attention is counted over the
-    causal half: a token reads (seq_length + 1) / 2 keys on average. ``Shape.flops`` returns each
-    mixer's own products.
+    prediction are included. Attention is counted over the causal half: a token reads (seq_length +
+    1) / 2 keys on average. ``Shape.flops`` returns each mixer's own products.
 
     part_lengths: lengths of the documents if they are read separately; each is then counted by its
     own length, and padding tokens are not counted.
@@ -388,7 +387,7 @@ def _model_lines(plan: Plan) -> Iterator[str]:
             yield f"  {name:<18} {count:>15,}  {100 * count / total:5.1f}%"
     yield (
         f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and "
-        "output layer)"
+        f"output layer{', and without MTP' if model.mtp_depth else ''})"
     )
     if any(block.mixer.external for block in blocks.values()):
         yield (
